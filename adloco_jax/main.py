@@ -26,7 +26,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, wit
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
 # By command, its module in `adloco_jax.cli`; other commands are in `commands`.
-_MODULES = {"train": "train", "plan": "train", "prepare": "prepare"}
+_MODULES = {"train": "train", "plan": "train"}
 
 
 def command() -> NoReturn:

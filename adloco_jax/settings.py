@@ -187,12 +187,11 @@ class AdapterSettings(SettingsGroup):
 class DataSettings(SettingsGroup):
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    source: Annotated[
-        str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf tokens"), _OF_FILES
-    ] = "stdlib"
+    source: Annotated[str, Entry("DATA_SOURCES", "stdlib text jsonl parquet hf"), _OF_FILES] = (
+        "stdlib"
+    )
     """Kind of text. stdlib: the standard library of the running Python. hf: a data set on the
-    Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made. Unset:
-    by the names of the files."""
+    Hugging Face hub, a saved data set, or files. Unset: by the names of the files."""
     path: Annotated[str, "harmless"] = ""
     """File, folder or glob, here or at an address such as s3://; for hf also a hub name."""
     name: str = ""
@@ -246,7 +245,7 @@ class DataSettings(SettingsGroup):
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
         source = tables["DATA_SOURCES"][self.source]
-        if self.is_chat and "text_column" not in source.needs and not source.is_folder:
+        if self.is_chat and "text_column" not in source.needs:
             yield (
                 "source text_column",
                 "only jsonl, parquet and hf hold chats; set the first",

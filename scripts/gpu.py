@@ -1,13 +1,13 @@
 """Measure training on one GPU, in at most 12 minutes, and write the tables of studies/GPU.md.
 
-    python scripts/gpu.py --out FOLDER [--rows ROWS --tokenizer FILE] [--minutes 12]
+    python scripts/gpu.py --out FOLDER [--texts TEXTS --tokenizer FILE] [--minutes 12]
     python scripts/gpu.py --out studies/gpu --tables    only write studies/GPU.md from records
     python scripts/gpu.py --out FOLDER --tiny           the same on a CPU; figures mean nothing
 
 Each of PARTS runs in a process of its own, for its seconds and what earlier parts have left, and
 writes its figures to FOLDER/PART.json as they come. The same command continues with figures that
-are missing. Nothing is downloaded; ROWS are those of `adloco prepare` with 32,000 ids and 512
-tokens.
+are missing. Nothing is downloaded; TEXTS are what `data.path` may name, and the tokenizer has
+32,000 ids.
 """
 
 import argparse
@@ -316,10 +316,9 @@ def training(figures: Figures, size: Size, options: argparse.Namespace) -> None:
     """Train growing_pool, and with its settings DiLoCo and data parallelism, all with AdamW."""
     end_s = time.monotonic() + options.limit
     common: dict[str, Any] = {"num_tokens": size.num_tokens, "inner.steps_per_round": 110}
-    common |= {"data.source": "tokens", "data.path": options.rows}
+    common |= {"data.path": options.texts}
     common |= {"data.tokenizer": options.tokenizer, "eval.num_sequences": 256} | _ADAMW
     common |= {"checkpoint.every_s": 1e6, "checkpoint.keep": 1} | size.trained
-    figures.write(rows=json.loads((options.rows / "prepared.json").read_text("utf-8"))["shapes"])
     for number, (name, changes) in enumerate(ARMS.items()):
         if figures.known.get(name, {}).get("cut"):
             del figures.known[name]  # it continues
@@ -606,7 +605,7 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float) -> int:
     own = {"part": part, "limit": max(1.0, limit_s - 5)}
     given = vars(options) | own
     command = [sys.executable, __file__, *(["--tiny"] if options.tiny else [])]
-    names = ("out", "work", "rows", "tokenizer", "part", "limit")
+    names = ("out", "work", "texts", "tokenizer", "part", "limit")
     command += [f"--{name}={given[name]}" for name in names if given[name] is not None]
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -624,7 +623,7 @@ def measure_all(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + 60 * options.minutes
     waiting = {}
     for part, (_, seconds) in PARTS.items():
-        needs = ("rows", "tokenizer") if part == "training" else ()
+        needs = ("texts", "tokenizer") if part == "training" else ()
         lacks = [f"--{name}" for name in needs if getattr(options, name) is None]
         done = Figures(options.out / f"{part}.json").known.get("done")
         if lacks or done:
@@ -658,8 +657,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the parts' figures")
     parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="runs and programs")
-    parser.add_argument("--rows", type=Path, help="folder of rows, for the part training")
-    parser.add_argument("--tokenizer", help="the tokenizer of the rows")
+    parser.add_argument("--texts", type=Path, help="texts, for the part training")
+    parser.add_argument("--tokenizer", help="their tokenizer")
     parser.add_argument("--minutes", type=float, default=12.0, help="for all parts together")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
     parser.add_argument("--tables", type=Path, nargs="?", const=ROOT / "studies" / "GPU.md")

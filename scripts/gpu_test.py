@@ -168,7 +168,6 @@ def test_figures_of_a_round_are_compared_by_their_relative_distance():
 
 def arm(monkeypatch, tmp_path, tokens):
     """Figures and options of a training whose next curves have so many tokens, and their limits."""
-    (tmp_path / "prepared.json").write_text('{"shapes": []}')
     calls = []
 
     def curve(command, workdir, limit_s):
@@ -176,7 +175,7 @@ def arm(monkeypatch, tmp_path, tokens):
         return {"tokens_total": [tokens.pop(0)]}
 
     monkeypatch.setattr(gpu, "curve", curve)
-    how = {"rows": tmp_path, "tokenizer": "bytes", "work": tmp_path, "limit": 450}
+    how = {"texts": tmp_path, "tokenizer": "bytes", "work": tmp_path, "limit": 450}
     return gpu.Figures(tmp_path / "training.json"), argparse.Namespace(**how), calls
 
 
@@ -226,7 +225,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_what_it_has_started(monkeypa
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nchild.wait()\n"
     )
     monkeypatch.setattr(gpu, "__file__", str(script))
-    how = {"out": tmp_path, "work": tmp_path, "rows": None, "tokenizer": None}
+    how = {"out": tmp_path, "work": tmp_path, "texts": None, "tokenizer": None}
     options = argparse.Namespace(tiny=True, **how)
     assert gpu.run_part("training", options, 2) == -signal.SIGKILL
     # A killed process dies when it next runs. Nobody waits for it, so it may stay a zombie.
@@ -240,14 +239,15 @@ def test_a_part_that_takes_too_long_is_stopped_with_what_it_has_started(monkeypa
 
 @pytest.mark.slow
 def test_all_of_it_runs_on_a_cpu_with_tiny_models(tmp_path):
-    prepare = ["-m", "adloco_jax.main", "prepare", "stdlib", "--sequence-length=32"]
-    prepare += [f"--out={tmp_path}/rows", "--tokenizer=bytes"]
+    (tmp_path / "texts").mkdir()
+    for file in (ROOT / "adloco_jax").rglob("*.py"):
+        (tmp_path / "texts" / f"{file.parent.name}_{file.stem}.txt").write_text(file.read_text())
     command = [str(ROOT / "scripts" / "gpu.py"), "--tiny", f"--out={tmp_path}/out"]
-    command += [f"--work={tmp_path}/work", f"--rows={tmp_path}/rows", "--tokenizer=bytes"]
+    command += [f"--work={tmp_path}/work", f"--texts={tmp_path}/texts", "--tokenizer=bytes"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for words in (prepare, [*command, "--minutes=40"]):
-        run = subprocess.run([sys.executable, *words], env=environment, timeout=2400, check=False)
-        assert run.returncode == 0
+    command.append("--minutes=40")
+    run = subprocess.run([sys.executable, *command], env=environment, timeout=2400, check=False)
+    assert run.returncode == 0
     found = gpu.read_all(tmp_path / "out")
     assert max(found["acceptance"]["update"].values()) == 0  # one device beside itself
     for part, steps in gpu.TINY.steps.items():

@@ -27,6 +27,8 @@ def digest(config: ConfigDict) -> str:
     So new options of the package do not change it.
     """
     values = {key: operator.attrgetter(key)(config) for key in OPTIONS.keys() - {*_PATHS}}
+    if config.data.path:
+        values["data.source"] = "tokens"  # the source of prepared rows, by which records are named
     changed = {key: v for key, v in values.items() if v != default_of(key)}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -1,8 +1,7 @@
 """Make the text "debian": an English dictionary and the documentation of Linux, 64 MB.
 
     apt-get download dict-gcide=0.48.5+nmu2 linux-doc-6.1=6.1.176-1
-    python -m studies.texts .
-    adloco prepare debian.jsonl --out runs/debian --sequence-length 64
+    python -m studies.texts runs
 
 Debian's archive of snapshots keeps these versions when its mirrors have newer ones. The packages
 are unpacked by dpkg-deb.

@@ -26,9 +26,8 @@ and size is the lowest loss, in steps of 0.02 nats per byte, that DiLoCo and dat
 reach on seed 0. The pool is to need at most 0.9 of DiLoCo's sequential steps, 0.5 of its
 synchronisations and 0.7 of its tokens, in medians.
 
-Texts: Python's standard library; prose, 9.8 MB of C4 and film reviews as JSON lines in a folder
-PROSE (adloco prepare PROSE --out runs/prose --sequence-length 64); debian, 64 MB that two packages
-of Debian have (studies/texts.py).
+Texts: Python's standard library; prose, 9.8 MB of C4 and film reviews as JSON lines in the folder
+runs/prose; debian, 64 MB that two packages of Debian have (studies/texts.py).
 
 - front, front_prose: rounds of several lengths, joins by the test and by hand, with the outer step
   that is best with Muon. They print ratios at equal cost, and rows of muon and muon_prose as the
@@ -73,8 +72,8 @@ from studies.methods import Changes
 TEXTS = {
     "stdlib": "stdlib",
     "prose": "runs/prose",
-    "debian": "runs/debian",
-}  # folders of prepared rows
+    "debian": "runs/debian.jsonl",
+}  # paths of JSON lines
 # A front's ends, and its methods as they were tuned before, are rows of older records.
 ENDS = {
     "front": "muon.jsonl",
@@ -111,7 +110,7 @@ def get_base(size: str, text: str = "stdlib") -> ConfigDict:
     config.model.mlp_width = 128 if is_small else 344
     config.model.max_length = config.data.sequence_length = methods.LENGTH[size]
     if text != "stdlib":
-        config.data.source, config.data.path = "tokens", TEXTS[text]
+        config.data.source, config.data.path = "jsonl", TEXTS[text]
     config.ensemble.num_trainers = 1
     config.ensemble.num_workers = methods.WORKERS
     # Each method sets its own num_tokens and length of rounds.

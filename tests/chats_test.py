@@ -142,28 +142,15 @@ def test_a_prompt_and_its_completion_are_turns_or_text(tmp_path, tokenizer):
     assert all(ids[-1] == answer[-1] == 256 for ids, answer in chats_in(corpus))
 
 
-def test_a_prepared_folder_has_the_rows_of_its_text_and_fewer_if_asked(tmp_path, tokenizer, capsys):
+def test_of_more_chats_than_asked_for_fewer_are_read(tmp_path, tokenizer):
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(60)])
-    folder = tmp_path / "rows"
-    words = ["--tokenizer", str(tokenizer), "--sequence-length", "400", "--heldout-frac", "0.2"]
-    assert cli.main(["prepare", str(path), "--out", str(folder), *words]) == 0
-    *_, to_train = capsys.readouterr().out.splitlines()
-    assert "--config.data.text_column=messages --config.data.loss=answers" in to_train
-    given = {"source": "tokens"}
-    assert column_of_texts(settings_of(folder, tokenizer, **given).data) == "messages"
-    assert load(folder, tokenizer, **given).fingerprint == load(path, tokenizer).fingerprint
-    for changes in ({"text_column": "text"}, {"loss": "all"}):
-        message = "made with data.text_column=messages, data.loss=answers; set"
-        with pytest.raises(ConfigError, match=message):
-            load(folder, tokenizer, **given | changes)
-    corpus = load(folder, tokenizer, num_sequences=3, **given)
+    corpus = load(path, tokenizer, num_sequences=3)
     rows_EL = corpus.rows[np.arange(3)]
     assert len(corpus.rows) == 3 and np.isclose(row_weights(rows_EL, 400).mean(), 1)
     count = np.count_nonzero(rows_EL[:, 2 * 401 :])
     assert f"; {count:,} and " in corpus.describe()
-    for found in (corpus, load(path, tokenizer, num_sequences=3)):
-        chats = len(chats_in(found)) - 12
-        assert f"data: 1 file; {chats} chats to train on, 12 held out" in found.describe()
+    chats = len(chats_in(corpus)) - 12
+    assert f"data: 1 file; {chats} chats to train on, 12 held out" in corpus.describe()
 
 
 def test_if_a_later_turn_changes_earlier_ones_only_the_last_answer_counts(tmp_path, tokenizer):
@@ -530,11 +517,7 @@ def test_a_template_writes_the_date_of_the_first_preparation_also_later(
     assert "04 Oct 2024" in made.describe()
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", first)
-    words = ["prepare", str(path), "--out", str(tmp_path / "rows"), "--template", template]
-    words += ["--tokenizer", str(tokenizer), "--sequence-length", "400"]
-    assert cli.main(words) == 0
     Today.day_number += 1
-    assert cli.main(words) == 0
     again = load_corpus(completed(settings, tmp_path / "run"), note=print)
     assert again.fingerprint == made.fingerprint
     other = load_corpus(completed(settings, tmp_path / "other"), note=print)

@@ -3,12 +3,8 @@ import pytest
 from texts import END, as_stream, numbered_documents, numbers_in, write_documents
 from toy import data_settings
 
-from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, rows
+from adloco_jax.data import DATA_SOURCES, DataSource, load_corpus, rows
 from adloco_jax.errors import ConfigError, DataError, UserError
-
-
-def check(settings):
-    return check_corpus(settings.data, settings.model)
 
 
 def settings_of(path="", **changes):
@@ -191,35 +187,29 @@ def test_too_few_rows_is_a_data_error(tmp_path, num_chars, changes, message):
         load(train, heldout_path=str(heldout), **changes)
 
 
-@pytest.mark.parametrize("source", ["jsonl", "tokens", "hf"])
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
 def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
     for path in ("gone/*.txt", "~no_such_user/x"):
-        for refuse in (check, load_corpus):
-            with pytest.raises(UserError, match=r"data\.path=") as error:
-                refuse(settings_of(path, source=source))
-            assert "\n" not in str(error.value)
+        with pytest.raises(UserError, match=r"data\.path=") as error:
+            load(path, source=source)
+        assert "\n" not in str(error.value)
 
 
-def test_the_check_opens_the_text_and_finds_missing_paths_and_tokenizers(tmp_path):
+def test_a_text_that_is_empty_or_not_there_is_named_by_its_key(tmp_path):
     path = write_documents(tmp_path, ["", "text"])
-    with open(path, "a") as file:
-        file.write("no JSON")
-    assert check(settings_of(path)) == [f"data.path={path}: its content after the first text"]
     blank, binary = write_documents(tmp_path, [""], "blank.jsonl"), tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\x01" * 9)
     for changes, message in (
         (dict(path=blank), f"data.path={blank}: no text in it"),
         (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),
         (dict(path=binary, source="text"), f"{binary}: damaged or unreadable"),
+        (dict(path=path, heldout_path="gone.json"), "data.heldout_path=gone.json"),
+        (dict(path=path, tokenizer="gone.json"), "data.tokenizer=gone.json"),
     ):
-        for refuse in (check, load_corpus):
-            with pytest.raises(DataError, match=message):
-                refuse(settings_of(**changes))
+        with pytest.raises(DataError, match=message):
+            load(**changes)
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
-        check(settings_of(path, vocab_size=256))
-    for key in ("heldout_path", "tokenizer"):
-        with pytest.raises(DataError, match=f"data.{key}=gone.json"):
-            check(settings_of(path, **{key: "gone.json"}))
+        load(path, vocab_size=256)
 
 
 # --- The table of sources ---------------------------------------------------------------------

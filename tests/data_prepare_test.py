@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import random
-import shlex
+import re
 import shutil
 import sysconfig
 import threading
@@ -14,16 +14,15 @@ from pathlib import Path
 import filelock
 import numpy as np
 import pytest
-from texts import byte_tokenizer, write_documents
+from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
 from adloco_jax.cli.parser import parse
 from adloco_jax.cli.train import configure
-from adloco_jax.config import validate
+from adloco_jax.config import completed
 from adloco_jax.data import corpus as corpus_module
 from adloco_jax.data import files, load_corpus, load_tokenizer, rows
-from adloco_jax.data.corpus import source_of
 from adloco_jax.data.disk import replaced_folder
 from adloco_jax.data.tokenizers import tokenizer_of
 from adloco_jax.errors import ConfigError, DataError
@@ -271,43 +270,15 @@ def test_another_request_and_files_of_others_are_refused_and_left_alone(tmp_path
     assert content(tmp_path / "thesis") == {"thesis.txt": b"a thesis"}
 
 
-# -- A folder as a source --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared_once(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(shards_in(folder / "source"), folder / "out")
-    return folder / "out"
+# -- Damage ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def finished(tmp_path, prepared_once):
-    return shutil.copytree(prepared_once, tmp_path / "out")
-
-
-def test_a_prepared_folder_gives_the_rows_of_its_text(finished, prepared_once):
-    ours = load(finished, source="tokens")
-    of_text = load(prepared_once.parent / "source")
-    np.testing.assert_array_equal(ours.rows, of_text.rows)
-    np.testing.assert_array_equal(ours.heldout_rows, of_text.heldout_rows)
-    assert ours.fingerprint == of_text.fingerprint and ours.shards == of_text.shards
-    assert ours.tokens_per_byte == of_text.tokens_per_byte
-    fewer = load(finished, source="tokens", num_sequences=100)
-    assert len(fewer.rows) == 100 and fewer.fingerprint != ours.fingerprint
-
-
-def test_a_config_that_does_not_fit_is_refused(prepared_once, tmp_path):
-    byte_tokenizer("</s>").save(str(tmp_path / "tokenizer.json"))
-    for changes, message in (
-        ({"sequence_length": 16}, "rows of 15 tokens, data.sequence_length=16; set the same"),
-        (
-            {"tokenizer": str(tmp_path / "tokenizer.json"), "vocab_size": 300},
-            "made with the tokenizer bytes .*, here data.tokenizer=.*prepare the data again",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load(prepared_once, source="tokens", **changes)
+def kept(source, cache):
+    """The folder of the rows of `source` in the cache."""
+    load(source)
+    (folder,) = cache.iterdir()
+    return folder
 
 
 def other_format(folder):
@@ -324,66 +295,52 @@ def huge(folder):
     (folder / "train.npy").write_bytes(header + b"\0" * 20)
 
 
-def strange_id(folder):
-    array = np.load(folder / "train.npy")
-    array[3, 4] = 257
-    np.save(folder / "train.npy", array)
-
-
-def strange_start(folder):
-    starts = np.load(folder / "heldout.starts.npy")
-    np.save(folder / "heldout.starts.npy", starts[::-1])
-
-
 DAMAGE = {
-    "a start": (strange_start, "starts of documents that do not ascend"),
     "truncated": (
         lambda folder: os.truncate(folder / "train.npy", 99),
         r"not a complete \.npy array",
     ),
     "other type": (other_type, "int16 of shape"),
     "huge": (huge, r"train\.npy: "),
-    "format": (other_format, "format 1, need 6; prepare the data again"),
-    "an id": (strange_id, "token id 257"),
+    "format": (other_format, "format 1, need 6; delete the folder"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_folder_is_refused_in_a_line(finished, damage):
+def test_damaged_rows_in_the_cache_are_refused_in_a_line(source, kept, damage):
     apply, message = DAMAGE[damage]
-    apply(finished)
+    apply(kept)
     with pytest.raises(DataError, match=message) as error:
-        load(finished, source="tokens")
+        load(source)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_a_record_with_any_other_value_is_refused_in_a_line(finished):
-    path = finished / "prepared.json"
+def test_a_record_with_any_other_value_is_refused_in_a_line(source, kept):
+    path = kept / "prepared.json"
     whole = json.loads(path.read_bytes())
-    for key in whole:
+    for key in whole.keys() - {"request"}:
         for wrong in (None, True, [{}]):
             path.write_text(json.dumps(whole | {key: wrong}))
             with pytest.raises(DataError, match="prepared") as error:
-                load(finished, source="tokens")
+                load(source)
             assert "\n" not in str(error.value), (key, wrong)
 
 
-# -- The command -----------------------------------------------------------------------------
+# -- The plan --------------------------------------------------------------------------------
 
 
-def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, capsys):
-    words = [str(source), "--sequence-length", "15", "--output", str(tmp_path / "out")]
-    assert cli.main(["prepare", *words]) == 0
+def test_a_plan_prepares_the_data_that_the_run_then_finds(source, cache, capsys):
+    words = [f"--config.data.path={source}", "--config.data.sequence_length=15"]
+    assert cli.main(["plan", "quickstart", *words]) == 0
     first = capsys.readouterr().out
-    assert first.startswith("found: data.source=jsonl by the files of ")
+    assert "found: data.source=jsonl by the files of " in first
     assert "data: 4 files; 152 documents to train on, 8 held out" in first and "  | " in first
-    *_, to_train = first.splitlines()
-    assert to_train.startswith("train with: adloco train quickstart ")
-    keys = shlex.split(to_train.partition("adloco train ")[2])
-    settings = validate(configure(parse(["train", *keys]))[1])
-    assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
-    before = content(tmp_path / "out")
-    assert cli.main(["prepare", *words]) == 0
-    assert "exists; comparing its settings with the options" in capsys.readouterr().out
-    assert content(tmp_path / "out") == before
-    assert source_of(str(source)) == "jsonl"
+    assert re.search(r"length: .* rows, .* over the [\d,]+ to train on", first)
+    (folder,) = cache.iterdir()
+    before = content(folder)
+    settings = completed(configure(parse(["train", "quickstart", *words]))[1])
+    assert load_corpus(settings).rows.shape[1] == 16
+    assert content(folder) == before and [*cache.iterdir()] == [folder]
+    (source / "part-1.json.gz").write_bytes(b"no text")
+    assert cli.main(["plan", "quickstart", *words]) == 3
+    assert "part-1.json.gz" in capsys.readouterr().err

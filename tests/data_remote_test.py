@@ -4,6 +4,7 @@ import functools
 import gzip
 import http.server
 import re
+import shutil
 import sys
 import threading
 
@@ -18,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from texts import numbered_documents, write_documents
 from toy import data_settings
 
-from adloco_jax.data import check_corpus, files, load_corpus, load_tokenizer
+from adloco_jax.data import files, load_corpus, load_tokenizer
 from adloco_jax.data.corpus import column_of_texts, source_of
 from adloco_jax.data.prepared import shard_changes
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -101,8 +102,16 @@ def test_an_address_gives_the_rows_and_records_of_the_files(tmp_path, bucket, so
         assert found.fingerprint == local.fingerprint
         assert found.shards == local.shards and len(local.shards[0]["sha256"]) == 64
     assert source_of(address) == source
-    settings = data_settings(source=source, path=address)
-    assert check_corpus(settings.data, settings.model) == [f"data.path={address}: its content"]
+
+
+def test_a_folder_of_the_cache_is_found_on_another_machine(tmp_path, bucket, copied, monkeypatch):
+    write_jsonl(tmp_path / "folder")
+    address = bucket(tmp_path / "folder", "data/folder")
+    made = load(address)
+    shutil.copytree(tmp_path / "cache", tmp_path / "there")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "there"))
+    copied.clear()
+    assert load(address).fingerprint == made.fingerprint and copied == []
 
 
 CHATS = {"messages": [{"role": "user", "content": "?"}], "id": "0"}

@@ -63,8 +63,6 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    if "adloco prepare" in commands:
-        assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
 
 
 def test_files_that_pages_and_code_name_exist():

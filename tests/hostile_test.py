@@ -125,7 +125,6 @@ FROM_FOLDER = {
     "report": [SENT, "--out=page"],
     "export": [SENT, "--out=model"],
     "generate": [f"{SENT}/export", "--tokens=2"],
-    "prepare": ["texts", f"--tokenizer={SENT}/export", "--output=rows", "--heldout-frac=0.5"],
 }
 
 

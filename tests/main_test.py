@@ -189,8 +189,6 @@ GUESSES = {
     "train runs/first --workdir runs/second": "runs/first: a run, which stays in its folder",
     "export runs/first --config.seed=3": "did you mean --config?",
     "train quickstart --data=x.txt": "did you mean --config.data.source or --config.data.path?",
-    "prepare text.txt": "write: adloco prepare text.txt --out prepared",
-    "prepare stdlib --out out --sequence_length 0": "data.sequence_length = 0: must be",
     "plan quickstart --save x.json": "add --device KINDxN",
     "exprt runs/first": "did you mean adloco export runs/first?",
 }
@@ -545,7 +543,7 @@ def test_no_option_that_names_something_to_write_takes_an_address(elsewhere, cap
             found.append(f"{command} {option}")
             (line,) = refused(capsys, command, option, "s3://me:secret@bucket/run1", "x")
             assert line.startswith("s3://bucket/run1: an address; name a path here")
-    for wanted in ("train --workdir", "prepare --out", "export --out", "plan --save"):
+    for wanted in ("train --workdir", "export --out", "plan --save"):
         assert wanted in found
     for workdir in ("gs://bucket/run1", Path("gs://bucket/run1"), "file:///run1"):
         with pytest.raises(ConfigError, match="workdir .*: an address"):

@@ -21,7 +21,7 @@ from adloco_jax.cli.keys import describe, unset
 from adloco_jax.cli.names import is_run, runs_in
 from adloco_jax.config import namesakes, plain_type, unknown_key_fault
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import GROUPS, LINK, OPTIONS, default_of
+from adloco_jax.settings import GROUPS, LINK, OPTIONS
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -63,7 +63,7 @@ def _is_switch_value(text: str) -> bool:
 class Parser(argparse.ArgumentParser):
     """A parser whose error is one line, with an example of a correct command line.
 
-    In the `example`, {run} is the run at hand, and {text} the first word.
+    In the `example`, {run} is the run at hand.
     """
 
     example, takes_keys, words = "", False, ()
@@ -96,8 +96,7 @@ class Parser(argparse.ArgumentParser):
         """Raise a ConfigError."""
         given = [word.rpartition("=")[2] for word in self.words]
         run = next((run for run in [*given, *runs_in("runs")] if is_run(run)), "RUN")
-        text = next((word for word in self.words if not word.startswith("-")), "TEXT")
-        example = self.example.format(run=shlex.quote(str(run)), text=shlex.quote(text))
+        example = self.example.format(run=shlex.quote(str(run)))
         raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
 
 
@@ -169,7 +168,7 @@ def _train(parser: Parser) -> None:
 
 
 def _plan(parser: Parser) -> None:
-    """Prints the memory and communication of a run, without training.
+    """Prints the memory and communication of a run, and prepares its data, without training.
 
     The options are those of adloco train, and those for the plan.
     """
@@ -190,27 +189,6 @@ def _configs(parser: Parser) -> None:
     """Lists the configs that come with the package."""
     text = "print a JSON schema of all config keys, for editors and other programs"
     parser.add_argument("--schema", **_FLAG, help=text)
-
-
-def _prepare(parser: Parser) -> None:
-    """Tokenises and packs text into a folder of rows, which runs read by data.source=tokens.
-
-    TEXT is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data set on the
-    Hugging Face hub (allenai/c4 --name en), or stdlib. The same command continues a stopped
-    preparation.
-    """
-    parser.example, add = "{text} --out prepared", parser.add_argument
-    add("text", metavar="TEXT", help="file, folder, glob, name of a data set, or stdlib")
-    add("--output", "--out", **_FOLDER, required=True, help="folder to make")
-    add("--source", metavar="KIND", help="default: guessed from the endings of the files")
-    names = """heldout_path name split revision heldout_split text_column template loss tokenizer
-        sequence_length skip_bad heldout_frac num_sequences"""
-    for name in names.split():
-        key = f"data.{name}"
-        default = "bytes" if name == "tokenizer" else default_of(key)
-        how = {"default": default, "metavar": "VALUE", "help": describe(key)}
-        kind = {int: int, float: float}.get(plain_type(key), str)
-        add(f"--{name.replace('_', '-')}", type=kind, **how)
 
 
 def _join(parser: Parser) -> None:
@@ -286,7 +264,6 @@ COMMANDS = {
     "train": _train,
     "plan": _plan,
     "configs": _configs,
-    "prepare": _prepare,
     "join": _join,
     "ticket": _ticket,
     "report": _report,

@@ -5,7 +5,7 @@
 """
 
 from adloco_jax.data.arrays import ArrayRows
-from adloco_jax.data.corpus import Corpus, check_corpus, load_corpus
+from adloco_jax.data.corpus import Corpus, load_corpus
 from adloco_jax.data.sampling import permute, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, DataSource, Record
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -17,7 +17,6 @@ __all__ = [
     "DataSource",
     "Record",
     "Tokenizer",
-    "check_corpus",
     "load_corpus",
     "load_tokenizer",
     "permute",

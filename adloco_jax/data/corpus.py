@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from adloco_jax.data import hub, prepared, rows, sources
-from adloco_jax.data.files import File, cache_folder, find, identity, is_address, is_on_hub
+from adloco_jax.data.files import File, cache_folder, find, identity, is_on_hub
 from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, UserError, counted
-from adloco_jax.settings import CHATS, DataSettings, ModelSettings, Settings
+from adloco_jax.settings import CHATS, DataSettings, Settings
 
 Note = Callable[[str], None]
 
@@ -167,8 +167,7 @@ def load_corpus(
     held out. A document is not trained on if a held-out document has the same tokens. With
     `data.num_sequences`, reading stops soon after there is enough text; labelled texts are all read
     and then drawn at random. Rows are kept in the user's cache under a hash of the settings that
-    determine them. With `data.source=tokens`, the rows in the folder `data.path` are used as they
-    are.
+    determine them.
 
     Args:
       settings: The run's settings.
@@ -188,21 +187,9 @@ def load_corpus(
     data = settings.data
     where = _where_of(data)
     tokenizer = tokenizer_of(data, settings.model, num_classes=num_classes, run=run)
-    if not DATA_SOURCES[data.source].is_folder:
-        options = {"num_classes": num_classes, "commit": commit}
-        options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
-        manifest, arrays = _kept_rows(data, tokenizer, note, options)
-    else:
-        manifest, arrays = prepared.open_named(data, tokenizer)
-        # The content is checked, because others may have made the folder.
-        for array, starts in zip(arrays[:2], arrays[2:4], strict=True):
-            is_ascending = (np.diff(starts, prepend=0, append=array.size) >= 0).all()
-            if array.max() >= tokenizer.vocab_size or not is_ascending:
-                have = f"a token id {array.max()}, or starts of documents that do not ascend"
-                raise DataError(f"{where}: damaged, {have}; prepare the data again")
-        arrays[::4] = [array[: data.num_sequences] for array in arrays[::4]]  # rows and answers
-        used = [prepared.num_documents(*arrays[side::2]) for side in (0, 1)]
-        manifest = manifest.model_copy(update={"documents": used})
+    options = {"num_classes": num_classes, "commit": commit}
+    options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
+    manifest, arrays = _kept_rows(data, tokenizer, note, options)
     train, heldout = arrays[:2]
     if data.row_parts > 1:
         train, heldout = (DocumentRows(*arrays[side::2]) for side in (0, 1))
@@ -240,33 +227,6 @@ def _kept_rows(
         folder = Path(temporary) / job.key
         manifest = rows.prepare(job, folder, note=note)
         return manifest, prepared.open_rows(folder, manifest)
-
-
-def check_corpus(data: DataSettings, model: ModelSettings, run: Path | None = None) -> list[str]:
-    """Check the settings of data, and that its files have a first text.
-
-    Returns a line for each property that only `load_corpus` can check. `run` is as there.
-
-    Raises:
-      ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
-      DataError: If a path leads nowhere, or to files that are damaged, empty or of another kind.
-    """
-    source, tokenizer = DATA_SOURCES[data.source], tokenizer_of(data, model, run=run)
-    if source.is_folder:
-        prepared.open_named(data, tokenizer)
-        return []
-    if "path" in source.needs:
-        job = make_job(data, tokenizer, commit="any")  # any commit, so that the hub is not asked
-        if job.request["path"]:
-            return [f"{_where_of(data)}: whether the hub has it, and its content"]
-        files = job.request["files"] + job.request["heldout_files"]
-        if any(is_address(name) for name, *_ in files):
-            return [f"{_where_of(data)}: its content"]
-        for parts, where in zip(job.parts(), reversed(job.where), strict=True):
-            documents = (d for part in parts for d in job.documents(part, part.file, where))
-            if parts and next(documents, None) is None:
-                raise DataError(rows.no_text(where))
-    return [f"{_where_of(data)}: its content after the first text"]
 
 
 def _where_of(data: DataSettings) -> str:
@@ -318,8 +278,6 @@ def source_of(path: str) -> str:
       ConfigError: If the files are of several kinds.
       DataError: If the path leads to no file and is not the name of a data set.
     """
-    if prepared.is_prepared(path):
-        return "tokens"
     if is_on_hub(path, key="data.path"):
         return "hf"
     kinds = {}
@@ -345,8 +303,6 @@ def column_of_texts(data: DataSettings) -> str:
     columns: Iterable[str] = ()
     with contextlib.suppress(UserError, LookupError):
         source, where = DATA_SOURCES[data.source], _where_of(data)
-        if source.documents is None:
-            return str(prepared.read_prepared(Path(data.path)).request["text_column"])
         if "text_column" not in source.needs:
             return "text"
         # No table has the column, so a source that knows the columns before it reads says them.

@@ -1,6 +1,6 @@
 """Read folders of prepared rows: arrays (`ARRAYS`), and `prepared.json`, written last.
 
-A run checks shapes, types, tokenizer and, for `data.source=tokens`, the ids; not the hashes.
+A run checks shapes and types, not the hashes.
 """
 
 import dataclasses
@@ -13,9 +13,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat
 
 from adloco_jax.data.formats import Count, Format, checked, read_json
-from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.settings import DataSettings
+from adloco_jax.errors import DataError
 
 MANIFEST = "prepared.json"
 FORMAT = 6
@@ -193,7 +191,7 @@ def read_prepared(folder: Path) -> Manifest:
     path = folder / MANIFEST
     content = read_json(path, DataError)
     if (version := content.get("format")) != FORMAT:
-        raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
+        raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; delete the folder")
     return checked(content, Manifest, f"{path}: damaged, prepared", DataError)
 
 
@@ -219,39 +217,6 @@ def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
         except (OSError, ValueError, FloatingPointError) as error:
             fault = str(error)
         if fault:
-            need = f"need {dtype} of {shape}, as {MANIFEST} says; prepare the data again"
+            need = f"need {dtype} of {shape}, as {MANIFEST} says; delete the folder"
             raise DataError(f"{file}: not a complete .npy array ({fault}), {need}")
     return arrays
-
-
-def open_named(data: DataSettings, tokenizer: Tokenizer) -> Opened:
-    """Open the rows in the folder `data.path`, which `adloco prepare` made.
-
-    Raises:
-      ConfigError: If they have another length, or are from another tokenizer.
-      DataError: If there is no such folder, or as from `open_rows`.
-    """
-    where = f"data.path={data.path}"
-    if not is_prepared(data.path):
-        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
-    folder = Path(data.path).expanduser()
-    manifest = read_prepared(folder)
-    faults, length, used = [], manifest.shapes[0][-1] - 1, data.sequence_length
-    if manifest.loss != (data.loss if data.is_chat else ""):
-        made = f"data.text_column={manifest.request.get('text_column')}"
-        faults.append(made + f", data.loss={manifest.loss}" * bool(manifest.loss))
-    if length != used:
-        faults.append(f"rows of {length} tokens, data.sequence_length={used}")
-    if manifest.fingerprint != tokenizer.fingerprint:
-        before, here = (
-            f"{each.vocab_size} ids, fingerprint {each.fingerprint:.12}"
-            for each in (manifest, tokenizer)
-        )
-        faults.append(
-            f"the tokenizer {manifest.tokenizer} ({before}), here data.tokenizer={tokenizer.name}"
-            f" ({here})"
-        )
-    if faults:
-        advice = "set the same here, or prepare the data again"
-        raise ConfigError("\n".join(f"{where}: made with {fault}; {advice}" for fault in faults))
-    return manifest, open_rows(folder, manifest)

@@ -106,16 +106,14 @@ class DataSource:
       version: Version of the output of `documents`; rows are cached for later runs with the same
         version. None: rows are not cached.
       is_hub: Whether `data.path` may be the name of a data set on the hub.
-      is_folder: Whether `data.path` is a folder that `adloco prepare` made.
     """
 
-    documents: Callable[[Any, DataSettings], Iterable[Row]] | None = None
+    documents: Callable[[Any, DataSettings], Iterable[Row]]
     needs: Sequence[str] = ("path",)
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cuts_single_file: bool = False
     version: int | None = None
     is_hub: bool = False
-    is_folder: bool = False
 
 
 def documents_of(
@@ -473,5 +471,4 @@ DATA_SOURCES: dict[str, DataSource] = {
     "jsonl": DataSource(jsonl_documents, _COLUMNS, _NO_PARTS, version=1),
     "parquet": DataSource(parquet_documents, _COLUMNS, _NO_PARTS, version=1),
     "hf": DataSource(table_documents, _COLUMNS, version=1, is_hub=True),
-    "tokens": DataSource(refuses=_NO_PARTS, is_folder=True),
 }

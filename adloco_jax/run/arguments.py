@@ -14,7 +14,6 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import GradientStats, LossFn, trainable, without_state
-from adloco_jax.data import check_corpus
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.model import Model
@@ -39,9 +38,9 @@ def check_inputs(
     *,
     accept_config_change: bool = False,
 ) -> list[str]:
-    """Make the checks that need no text or weights; return a line for each that had to be left.
+    """Check folder and checkpoint; return a line for each check that had to be left.
 
-    Raises ConfigError for contradictory settings, DataError for a path that leads nowhere,
+    Raises ConfigError for contradictory settings, DataError if a checkpoint is not there,
     CheckpointError if a run's `config.json` in `workdir` cannot be read.
     """
     model, unchecked = settings.model, []
@@ -56,7 +55,6 @@ def check_inputs(
         hf.require_same_network(build_network(model, settings.adapter), found, model)
         which = "whether all its numbers are finite" if found.stored_as else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    unchecked += check_corpus(settings.data, model, workdir)
     return unchecked
 
 

@@ -1,4 +1,4 @@
-"""The memory of a run before it starts: `adloco plan CONFIG --memory`, and `--device h100x8`.
+"""What a run needs before it starts: `adloco plan CONFIG`, `--memory`, and `--device h100x8`.
 
 Every program is compiled, for devices here or those that a name describes; none is run.
 """
@@ -16,6 +16,8 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from adloco_jax.config import completed, validate
+from adloco_jax.data import load_corpus
+from adloco_jax.data.sampling import with_rows
 from adloco_jax.engine.memory import (
     Choice,
     Mode,
@@ -40,8 +42,10 @@ from adloco_jax.engine.spec import (
 from adloco_jax.errors import ConfigError, UserError, counted, in_bytes
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
+from adloco_jax.models.configured import class_count
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
+from adloco_jax.run.folder import recorded
 from adloco_jax.settings import Settings
 
 
@@ -54,8 +58,9 @@ def plan(
 ) -> str:
     """Describe the memory, communication and tokens of a run, without training it.
 
-    With `memory`, the first rounds' programs are compiled for the micro-batch and each program's
-    bytes. The last lines name what only the run can check. Raises UserError as `check_inputs` does.
+    Its rows are made, or found in the user's cache, as by the run. With `memory`, the first rounds'
+    programs are compiled for the micro-batch and each program's bytes. The last lines name what
+    only the run can check. Raises UserError as `check_inputs` and `load_corpus` do.
     """
     folder = None if workdir is None else Path(workdir)
     notes: list[str] = []
@@ -63,8 +68,19 @@ def plan(
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
+    before = recorded(folder) if folder else None
+    corpus = processes.run_on_all(
+        lambda: load_corpus(
+            settings,
+            num_classes=class_count(settings.model),
+            commit=before.data_commit if before else "",
+            run=folder,
+            note=notes.append,
+        )
+    )
+    settings = with_rows(settings, len(corpus.rows))
     spec = spec_of(settings, here())
-    lines = plan_lines(settings, spec)
+    lines = [*corpus.describe().splitlines(), *plan_lines(settings, spec)]
     lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:
         choice = configured_choice(settings, here())
