@@ -1,11 +1,10 @@
 """Does a model that DiLoCo has trained learn worse to answer, as arXiv 2511.13761 says?
 
-    adloco prepare PROSE --out runs/prose-128 --sequence-length 128
     python -m studies.chat                  print the record's tables, and what is not made yet
     python -m studies.chat --run            make what is missing, first
     python -m studies.chat --run --sizes half --arms "DiLoCo: Muon" --seeds 51
 
-PROSE is the prose of studies/track.py. The questions are the files chats/wordnet_train.jsonl and
+The text is the prose of studies/track.py. The questions are the files chats/wordnet_train.jsonl and
 chats/wordnet_heldout.jsonl of the folder ADLOCO_DATA_DIR: "What does the noun "trombone" mean?",
 with its definition in WordNet 3.0. Each chat is one row of at most 128 bytes; longer ones are left
 out.
@@ -111,7 +110,7 @@ def arms(size: str) -> dict[str, Changes]:
 def config_of(size: str, changes: Changes, seed: int) -> ConfigDict:
     """Return the config of an arm's run on the prose."""
     config = track.get_base(size)
-    config.data.source, config.data.path = "tokens", "runs/prose-128"
+    config.data.source, config.data.path = "jsonl", track.TEXTS["prose"]
     config.model.max_length = config.data.sequence_length = LENGTH
     config.eval.num_sequences = 16  # the study evaluates by itself
     config.update_from_flattened_dict({**changes, "seed": seed})
