@@ -6,8 +6,8 @@ Model:     a Llama of 125,000 parameters that reads bytes
 Shows:     three trainers whose batches grow from 4 sequences; one merge, after which a single
            trainer has all three workers; and further growth by gradient accumulation
 Expected:  90 seconds, most of it compilation, and 25 when programs are in the cache. The loss on
-           held-out text is 2.02 nats per byte with the library of Python 3.11, and 2.21 with that of
-           Python 3.13. If all bytes were guessed with equal probability, the loss would be 5.55.
+           held-out text is 2.02 nats per byte with the library of Python 3.11, and 2.21 with that
+           of Python 3.13. If all bytes were guessed with equal probability, the loss would be 5.55.
 """
 
 from ml_collections import ConfigDict
