@@ -518,6 +518,7 @@ def test_what_is_in_a_free_place_is_named_and_keeps_nobody_out(there, tmp_path, 
     driver = bucket.BucketTransport(shared, about, there.given)
     call, _ = driver.submit(driver.start(0, 0), "ping")
     assert driver.poll([call], 3.0) == {}
+    assert one.handle.heartbeat_name() not in shared.names()
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "deleted" in line]
     assert line.startswith(f"{there.url}: learners/1/0-0.json: damaged, or not signed with this")
     there.now_s += 10  # so that the learner no longer waits for the driver before
