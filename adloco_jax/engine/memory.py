@@ -257,24 +257,32 @@ def model_shards(
     sizes: tuple[int, ...],
     *,
     given: int | None,
-    memory_frac: float,
-    must_fit: bool = False,
+    memory_frac: float | None,
 ) -> int:
     """Return `given` (`ensemble.model_shards`), or the fewest devices that can hold a worker.
 
     Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
-    devices if nothing fits. Raises ConfigError if the configured number does not divide theirs,
-    ResourceError if nothing fits but `must_fit`.
+    devices if nothing fits. Raises ConfigError if the configured number does not divide theirs.
     """
-    machine, needed, count = spec.machine, 0, len(spec.machine.devices)
-    if given is not None and count % given:
-        raise ConfigError(f"ensemble.model_shards = {given}: does not divide the {count} devices")
-    for shards in [given] if given else [n for n in range(1, count + 1) if count % n == 0]:
-        tried = dataclasses.replace(spec, model_shards=shards, sequential=True)  # needs the least
-        needed = held_bytes(tried, sizes, accumulates=True)
-        if needed <= machine.budget(memory_frac):
-            return shards
-    if must_fit:
+    machine, count = spec.machine, len(spec.machine.devices)
+    if given is not None:
+        if count % given:
+            raise ConfigError(
+                f"ensemble.model_shards = {given}: does not divide the {count} devices"
+            )
+        return given
+    for shards in range(1, count + 1):
+        if count % shards == 0:
+            tried = dataclasses.replace(spec, model_shards=shards)
+            if state_bytes(tried, sizes) <= machine.budget(memory_frac):
+                return shards
+    return count
+
+
+def require_room(spec: ProgramSpec, sizes: tuple[int, ...], memory_frac: float | None) -> None:
+    """Raise ResourceError if a run's state and gradients need more memory than a device has."""
+    machine, needed = spec.machine, state_bytes(spec, sizes)
+    if needed > machine.budget(memory_frac):
         raise ResourceError(
             f"memory: {counted(len(sizes), 'trainer')} with {counted(sum(sizes), 'worker')} of"
             f" {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device for"
@@ -282,7 +290,12 @@ def model_shards(
             f" {in_bytes(machine.device_bytes)} (batching.memory_frac); adloco train quickstart"
             " fits here, and adloco plan CONFIG --device shows what a GPU would hold"
         )
-    return given or count
+
+
+def state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
+    """Bytes of a run's state and gradient sums on a device, run in the way that needs the least."""
+    in_turn = dataclasses.replace(spec, sequential=True)
+    return held_bytes(in_turn, sizes, accumulates=True)
 
 
 def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -205,22 +205,25 @@ def program_spec(
     machine: Machine,
     *,
     mode: Mode | None = None,
-    must_fit: bool = False,
+    found_length: int | None = None,
 ) -> ProgramSpec:
     """Collect what all programs of a run share; choose model shards and the attention kernel.
 
-    `must_fit` and errors are those of `model_shards`.
+    `found_length` is the length of the rows that were found, which may be shorter than the
+    settings allow; None: as the settings say. Errors are those of `model_shards`.
     """
     # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
     # and twice the memory, of four in turn.
     mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
     loss_fn, batching, data = model.loss_of(mode, "xla"), settings.batching, settings.data
     _require_no_key(model.eval_loss_fn or loss_fn)
+    longest = row_length(data, model.num_classes)
+    unused = 0 if found_length is None else longest - found_length
     num_examples = examples_per_pass(data.sequence_length * settings.model.width, machine)
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)
-    rules = {"inner": settings.inner, "outer": settings.outer}
-    parameter_labels(params, label_params, **rules)  # refuses what is unclear
+    # It refuses what is unclear.
+    parameter_labels(params, label_params, inner=settings.inner, outer=settings.outer)
     spec = ProgramSpec(
         machine=machine,
         loss_fn=loss_fn,
@@ -229,8 +232,8 @@ def program_spec(
         outer_tx=outer_transform(settings.outer, model.outer_tx),
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
-        row_length=row_length(data, model.num_classes),
-        sequence_length=data.sequence_length,
+        row_length=longest - unused,
+        sequence_length=data.sequence_length - unused,
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         inner_products=measures_inner_products(batching),
         reset_inner_state=settings.inner.state == "reset",
@@ -242,9 +245,13 @@ def program_spec(
         examples_per_pass=num_examples,
         base=model.base_shapes,
     )
-    sizes = settings.ensemble.sizes(whole_pool=True)
-    given, frac = settings.ensemble.model_shards, batching.memory_frac
-    return on_devices(spec, model, sizes, given=given, memory_frac=frac, must_fit=must_fit)
+    return on_devices(
+        spec,
+        model,
+        settings.ensemble.sizes(whole_pool=True),
+        given=settings.ensemble.model_shards,
+        memory_frac=batching.memory_frac,
+    )
 
 
 def _require_no_key(loss_fn: LossFn) -> None:
@@ -257,13 +264,18 @@ def _require_no_key(loss_fn: LossFn) -> None:
 
 
 def on_devices(
-    spec: ProgramSpec, model: Model | None, sizes: tuple[int, ...], **how: Any
+    spec: ProgramSpec,
+    model: Model | None,
+    sizes: tuple[int, ...],
+    *,
+    given: int | None,
+    memory_frac: float | None,
 ) -> ProgramSpec:
     """Choose model shards for a spec's devices and, unless `model` is None, attention's kernel.
 
-    The other arguments and errors are those of `model_shards`.
+    `given`, `memory_frac` and errors are those of `model_shards`.
     """
-    shards = model_shards(spec, sizes, **how)
+    shards = model_shards(spec, sizes, given=given, memory_frac=memory_frac)
     if model is None:
         return dataclasses.replace(spec, model_shards=shards)
     kernel = model.attention(shards)

@@ -8,6 +8,7 @@ from adloco_jax.data import ArrayRows, load_corpus
 from adloco_jax.data.sampling import HeldOut, split_heldout, with_rows
 from adloco_jax.elastic.transport import check_engine
 from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.memory import require_room
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import DataError
@@ -82,8 +83,15 @@ def assemble(
         check_engine(settings, workdir)
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
-    by_fit, model = model is not None, model or configured_model(settings, machine)
-    spec = program_spec(settings, model, machine, must_fit=trains)
+    by_fit = model is not None
+    if model is None:
+        model = configured_model(settings, machine)
+    if trains:
+        require_room(
+            program_spec(settings, model, machine),
+            settings.ensemble.sizes(whole_pool=True),
+            settings.batching.memory_frac,
+        )
     notes: list[str] = []
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
     if settings.model.init_from and begins or settings.adapter.rank:
@@ -110,19 +118,19 @@ def assemble(
     )
     settings = with_rows(settings, len(getattr(corpus, "rows", ())))
     if unit is None:
-        is_text = model.num_classes is None and corpus.tokens_per_byte is not None
-        unit = "nats/token" if is_text else "nats/example" * (model.num_classes is not None)
+        if model.num_classes is not None:
+            unit = "nats/example"
+        elif corpus.tokens_per_byte is not None:
+            unit = "nats/token"
+        else:
+            unit = ""
     # Rows of labelled texts are as long as the longest of them.
-    unused = spec.row_length - corpus.heldout_rows.shape[1]
+    found_length = corpus.heldout_rows.shape[1]
+    spec = program_spec(settings, model, machine, found_length=found_length)
     return Run(
         settings=settings,
         model=model,
-        spec=dataclasses.replace(
-            spec,
-            num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
-            row_length=spec.row_length - unused,
-            sequence_length=spec.sequence_length - unused,
-        ),
+        spec=spec,
         corpus=corpus,
         heldout=heldout,
         workdir=workdir,
