@@ -19,17 +19,21 @@ from adloco_jax.study.curves import last
 from studies.compare import Trial
 
 _PATHS = ("data.path", "data.heldout_path")
+_RECORDED_DEFAULTS = {"ensemble.num_workers": 4}  # of the records, where the package has others now
 
 
 def digest(config: ConfigDict) -> str:
     """Hash of the keys in which a config differs from the defaults, without paths of data.
 
-    So new options of the package do not change it.
+    So new options of the package do not change it; nor do new defaults (`_RECORDED_DEFAULTS`).
     """
     values = {key: operator.attrgetter(key)(config) for key in OPTIONS.keys() - {*_PATHS}}
     if config.data.path:
         values["data.source"] = "tokens"  # the source of prepared rows, by which records are named
-    changed = {key: v for key, v in values.items() if v != default_of(key)}
+    changed = {}
+    for key, value in values.items():
+        if value not in (default_of(key), _RECORDED_DEFAULTS.get(key, default_of(key))):
+            changed[key] = value
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
