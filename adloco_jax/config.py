@@ -1,8 +1,8 @@
 """Make the default config of a run, check a config, and report all faults.
 
 A config file calls `default_config()`, a locked ConfigDict of the options in `adloco_jax.settings`,
-and changes some. `validate` turns it into `Settings`; `completed` finds what it leaves unset. All
-other modules read the result.
+and changes some. `validate` turns it into a `Config`, and `completed` finds what that leaves unset:
+the `Settings` that all other modules read.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from adloco_jax.settings import (
     GROUPS,
     OPTIONS,
     BatchingSettings,
+    Config,
     DataSettings,
     EngineSettings,
     EnsembleSettings,
@@ -58,21 +59,21 @@ def plain_type(key: str) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-def validate(config: ConfigDict | Mapping[str, Any] | Settings) -> Settings:
+def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
     """Check a whole config, and return its values; reads no file.
 
     Args:
       config: Groups and options as in `default_config()`, as a ConfigDict or nested dicts. One that
-        is missing has its default. Settings are returned as they are.
+        is missing has its default. Checked configs and settings are returned as they are.
 
     Returns:
-      The settings, in which `completed` finds what the config leaves unset.
+      The config, for which `completed` finds what it leaves unset.
 
     Raises:
       ConfigError: With a line for each option that is unknown, of a wrong type, out of range or
         contradicts another.
     """
-    if isinstance(config, Settings):
+    if isinstance(config, Config):
         return config
     if not isinstance(config, ConfigDict | Mapping):
         need = "must be a config; start from default_config()"
@@ -84,14 +85,14 @@ def validate(config: ConfigDict | Mapping[str, Any] | Settings) -> Settings:
             del values[group][name]
     faults, wrong = [], []
     try:
-        settings = Settings.model_validate(values)
+        settings = Config.model_validate(values)
     except ValidationError as error:  # of types and limits, which need no tables
         faults = worded(error)
         for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
             holder, name = (values[group], rest[0]) if rest else (values, group)
             holder.pop(name, None)
             wrong.append(".".join([group, *rest[:1]]) + " = ")
-        settings = Settings.model_validate({group: {} for group in GROUPS} | values)
+        settings = Config.model_validate({group: {} for group in GROUPS} | values)
     rules = settings.faults(tables())
     faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults:
@@ -121,20 +122,20 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def completed(
-    settings: Settings,
+    config: Config,
     workdir: str | Path | None = None,
     *,
     reads: bool = True,
     note: Callable[[str], None] = lambda line: None,
 ) -> Settings:
-    """Find what settings leave unset: in a run's record, or else where other settings say.
+    """Find what a config leaves unset: in a run's record, or else where other settings say.
 
     Sizes of the model are those of `model.init_from`, whose `config.json` is kept too;
     `data.source` and `data.text_column` follow from the files; limits of batches from the first
     batch; workers from the learners. Chats get a date, which their templates write.
 
     Args:
-      settings: The result of `validate`, or of this function.
+      config: The result of `validate`. Settings, which are complete, are returned as they are.
       workdir: The run's folder, whose record precedes all else.
       reads: Whether files, the hub and the clock may be read. If not, only workers and limits of
         batches are found.
@@ -146,9 +147,11 @@ def completed(
       DataError: If the text or the checkpoint is missing or damaged.
       ResourceError: If the hub does not answer.
     """
-    model, data, record, known = settings.model, settings.data, _record(workdir), tables()
-    batching = _with_limits(_filled(settings.batching, record), known["BATCH_TESTS"])
-    ensemble = _with_workers(_filled(settings.ensemble, record), settings.engine)
+    if isinstance(config, Settings):
+        return config
+    model, data, record, known = config.model, config.data, _record(workdir), tables()
+    batching = _with_limits(_filled(config.batching, record), known["BATCH_TESTS"])
+    ensemble = _with_workers(_filled(config.ensemble, record), config.engine)
     if reads:
         is_same = record.get("model", {}).get("init_from") == model.init_from
         model, sizes = _of_checkpoint(model, record if is_same else {}, known["ARCHITECTURES"])
@@ -157,7 +160,8 @@ def completed(
         if found or sizes:
             note(f"found: {', '.join(found + sizes)}; set a key to choose another value")
     groups = {"model": model, "data": data, "ensemble": ensemble, "batching": batching}
-    settings = settings.model_copy(update=groups)
+    values = dict(config) | groups
+    settings = Settings.model_construct(config.model_fields_set, **values)
     if faults := settings.faults(known):
         raise ConfigError("\n".join(faults))
     return settings
@@ -173,7 +177,7 @@ def _record(workdir: str | Path | None) -> dict[str, Any]:
 
 def _filled(group: Any, record: dict[str, Any]) -> Any:
     """Return a group of settings with the recorded values of what it leaves unset."""
-    before = record.get(type(group).__name__.removesuffix("Settings").lower(), {})
+    before = record.get(group.group, {})
     return group.model_copy(update={key: before[key] for key in group.unset & before.keys()})
 
 

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
@@ -108,10 +108,16 @@ class SettingsGroup(
         broken = [rule for rule in broken if not self.unset & {*rule[0].split()}]
         return found + [f"{self._values(keys)}: {need}" for keys, need in broken]
 
+    @property
+    def group(self) -> str:
+        """The name of the group, such as "inner"; empty for a whole config."""
+        if isinstance(self, Config):
+            return ""
+        return type(self).__name__.removesuffix("Settings").lower()
+
     def _values(self, keys: str) -> str:
-        group = type(self).__name__.removesuffix("Settings").lower()
         values = {key: operator.attrgetter(key)(self) for key in keys.split()}
-        prefix = group and f"{group}."
+        prefix = f"{self.group}." if self.group else ""
         return ", ".join(f"{prefix}{key} = {shown(value)}" for key, value in values.items())
 
 
@@ -584,8 +590,11 @@ class LogSettings(SettingsGroup):
     """Send metrics to Weights & Biases; needs the extra wandb."""
 
 
-class Settings(SettingsGroup):
-    """All checked settings of a run as plain Python values; an option that is unset is None."""
+class Config(SettingsGroup):
+    """A config as written, checked: plain Python values; an option that is unset is None.
+
+    `config.completed` makes `Settings` of it.
+    """
 
     model: Annotated[ModelSettings, "refused"]
     # Earlier versions had no such group, and their ledgers are read, too.
@@ -647,7 +656,7 @@ class Settings(SettingsGroup):
         values = {key: groups.pop(key) for key in [*groups] if key not in GROUPS}
         return values | {f"{g}.{key}": value for g in groups for key, value in groups[g].items()}
 
-    def with_rows(self, num_rows: int) -> "Settings":
+    def with_rows(self, num_rows: int) -> Self:
         """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
 
         The fewest rounds of at most steps_per_round updates then divide a pass evenly, if all
@@ -715,6 +724,13 @@ class Settings(SettingsGroup):
         if outer.delay_updates * outer.fragments >= inner.steps_per_round:
             need = "a fragment must arrive before the next leaves; keep delay * fragments lower"
             yield "outer.delay_updates outer.fragments inner.steps_per_round", need
+
+
+class Settings(Config):
+    """The complete settings of a run: what the config leaves unset was found (`config.completed`).
+
+    An option that is None is off, or has no limit.
+    """
 
 
 GROUPS: dict[str, Any] = {

@@ -50,7 +50,7 @@ from adloco_jax.run.attempts import (
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import exclusive, how_to_resume
 from adloco_jax.run.join import join as join_run
-from adloco_jax.settings import Settings
+from adloco_jax.settings import Config, Settings
 from adloco_jax.study import report
 
 _STOPPING = "finishing and saving the round under way, or leaving it if it lasts long"
@@ -81,7 +81,7 @@ class Result:
 
 
 def train(
-    config: ConfigDict | Settings,
+    config: ConfigDict | Config,
     workdir: str | Path | None = None,
     *,
     command: str = "",
@@ -131,7 +131,7 @@ def train(
 
 
 def fit(
-    settings: Settings | ConfigDict,
+    settings: Config | ConfigDict,
     *,
     corpus: Rows,
     loss_fn: LossFn,

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from adloco_jax.cli.names import SHIPPED, add_entries, is_run
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.settings import Settings
+from adloco_jax.settings import Config
 
 
 def configs(options: argparse.Namespace, command: str) -> None:
     """List the configs of the package; with `--schema`, print a JSON schema of a run's `config`."""
     if options.schema:
-        print(json.dumps(Settings.model_json_schema(), indent=1))
+        print(json.dumps(Config.model_json_schema(), indent=1))
         return
     cards = {
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]

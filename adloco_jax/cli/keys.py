@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 
 from adloco_jax.config import plain_type
-from adloco_jax.settings import FOUND, GROUPS, INT32, OPTIONS, Settings, default_of, meaning
+from adloco_jax.settings import FOUND, GROUPS, INT32, OPTIONS, Config, default_of, meaning
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
@@ -63,7 +63,7 @@ def unset(key: str) -> str:
     return f"; unset with ={default!r}" if default in ("", ()) else ""
 
 
-_schema = functools.cache(Settings.model_json_schema)
+_schema = functools.cache(Config.model_json_schema)
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",

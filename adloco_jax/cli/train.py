@@ -15,10 +15,10 @@ from adloco_jax.cli.keys import override
 from adloco_jax.cli.names import add_entries, find_config, is_run, load_config, runs_in
 from adloco_jax.config import completed, validate
 from adloco_jax.errors import ConfigError, ResourceError, reason
-from adloco_jax.settings import OPTIONS, Settings
+from adloco_jax.settings import OPTIONS, Config, Settings
 
 
-def configure(options: argparse.Namespace) -> tuple[Path, Settings]:
+def configure(options: argparse.Namespace) -> tuple[Path, Config]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
     A config file beside a run only adds entries to tables. Returns the file or the run, and the

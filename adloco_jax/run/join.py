@@ -7,7 +7,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from adloco_jax.config import validate
+from adloco_jax.config import completed, validate
 from adloco_jax.data.formats import with_tuples
 from adloco_jax.elastic.bucket_learner import BucketLearner, check_version, opened, read_run
 from adloco_jax.elastic.formats import RunDescription
@@ -73,7 +73,7 @@ def learner_setup(
             f"{bucket.url}: the driver names {named}; to read there with this machine's"
             f" credentials, give --accept-data, or --config.{foreign[0]}"
         )
-    settings = validate(unflatten_dict(flat, sep="."))
+    settings = completed(validate(unflatten_dict(flat, sep=".")), reads=False)
     given = parts(settings) if parts else {}
     here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
     corpus, base = here_too.corpus, here_too.model.base

@@ -46,11 +46,11 @@ from adloco_jax.models.configured import class_count
 from adloco_jax.run.arguments import check_inputs
 from adloco_jax.run.describe import length_lines, plan_lines, run_header
 from adloco_jax.run.folder import recorded
-from adloco_jax.settings import Settings
+from adloco_jax.settings import Config, Settings
 
 
 def plan(
-    config: ConfigDict | Settings,
+    config: ConfigDict | Config,
     workdir: str | Path | None = None,
     *,
     accept_config_change: bool = False,
@@ -105,7 +105,7 @@ def configured_choice(
     return choose(spec, model.loss_of, *groups, allowed=allowed, size=size, on_compile=on_compile)
 
 
-def device_plan(config: ConfigDict | Settings, device: str) -> tuple[list[str], dict]:
+def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], dict]:
     """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
     In the JSON, `fits` is False if the run does not fit. Data and weights are not read. ConfigError
