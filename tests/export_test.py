@@ -166,6 +166,7 @@ def base(tmp_path_factory):
         (["--prompt=q"], {"eos_token_id": [256, ord("b")]}, None, "qa"),
         (["--prompt=q"], {"eos_token_id": ord("b")}, {"eos_token_id": [ord("c"), 258]}, "qab"),
         (["--prompt=q"], {}, {"eos_token_id": None}, "qab<|im_end|>cd"),
+        (["--prompt=q"], {"eos_token_id": [2**63, 2**31, -1, ord("b")]}, None, "qa"),
         (["--chat=q"], {}, None, "ab"),
     ],
 )

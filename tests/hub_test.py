@@ -143,3 +143,24 @@ def test_a_file_of_the_cache_is_hashed_once_and_again_after_a_change(tmp_path, m
     blob.write_bytes(b"changed")
     with pytest.raises(DataError, match="a/b: config.json does not have the hash that the hub"):
         hub.download("a/b", [], **given)
+
+
+def test_a_cache_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, monkeypatch):
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / names["a"]).touch()
+    asked = []
+
+    def snapshot(name, *, local_files_only, **_):
+        asked.append(local_files_only)
+        if not local_files_only:
+            (tmp_path / names["b"]).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    files = [mock.Mock(rfilename=name) for name in names.values()]
+    api = mock.Mock(model_info=lambda *_, **__: mock.Mock(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    for _ in range(2):
+        hub.download("somebody/llama", [], one_of=["*.safetensors"], where="model")
+    assert asked == [True, False, True]

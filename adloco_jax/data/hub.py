@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -77,11 +78,13 @@ def download(
     def cached() -> Path | None:
         for pattern in one_of:
             with contextlib.suppress(OSError, ValueError):  # missing, or incomplete
-                if any((folder := get(pattern, offline=True)).glob(pattern)):
+                folder = get(pattern, offline=True)
+                if any(folder.glob(pattern)) and _has_all_shards(folder):
                     return folder
         return None
 
-    if (folder := cached()) is None:
+    folder = cached()
+    if folder is None:
         with faults(f"{where} (no path here)"):
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
@@ -90,6 +93,18 @@ def download(
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
     return folder
+
+
+def _has_all_shards(folder: Path) -> bool:
+    """Whether a folder has all files that an index of weights in it names.
+
+    Older versions of the hub's library return a folder in which some are missing.
+    """
+    for index in folder.glob("*.index.json"):
+        shards = json.loads(index.read_text())["weight_map"].values()
+        if not all((folder / shard).exists() for shard in {*shards}):
+            return False
+    return True
 
 
 def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: str) -> str:

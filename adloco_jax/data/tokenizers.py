@@ -219,6 +219,14 @@ def tokenizer_of(
             )
         fingerprint = tokenizer.fingerprint
         tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
+    if tokenizer.vocab_size > model.vocab_size and source:
+        size = tokenizer.vocab_size
+        raise ConfigError(
+            f"data.tokenizer={tokenizer.name} has {size} ids, the embedding of"
+            f" model.init_from={source} has {model.vocab_size}; enlarge it: in transformers"
+            f" model.resize_token_embeddings({size}) gives new rows the mean of the others, then"
+            " save_pretrained(FOLDER) model and tokenizer, and set model.init_from=FOLDER"
+        )
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
@@ -324,8 +332,10 @@ def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     return ()
 
 
-def stop_ids(folder: Path) -> tuple[int, ...]:
+def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the ids at which `transformers` stops to generate with the model in a folder.
+
+    With `vocab_size` only those that the model can write, because others end nothing.
 
     Raises DataError if the file that names them is damaged.
     """
@@ -334,7 +344,11 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
             content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
             given = content.get("eos_token_id", [])
             ids = checked(given, _Ids, f"{path}: eos_token_id", DataError)
-            return tuple([] if ids is None else [ids] if isinstance(ids, int) else ids)
+            if ids is None:
+                return ()
+            if isinstance(ids, int):
+                ids = [ids]
+            return tuple(i for i in ids if vocab_size is None or 0 <= i < vocab_size)
     return ()
 
 
@@ -398,16 +412,20 @@ def _hugging_face_tokenizer(
             shutil.copyfile(generation, folder / GENERATION)
 
     tokenizer.chat_template = template or tokenizer.chat_template
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    ends: tuple[int, ...] = ()
+    if text_length is None:
+        ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))
     return Tokenizer(
         backend,
-        max(tokenizer.get_vocab().values()) + 1,
+        vocab_size,
         eot_id,
         hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
         save,
         prefix=prefix,
         suffix=suffix,
         token_ids=token_ids,
-        ends=() if text_length is not None else tuple(dict.fromkeys((*stop_ids(path), eot_id))),
+        ends=ends,
         special=tuple(tokenizer.get_added_vocab()),
         **_chats(tokenizer),
     )

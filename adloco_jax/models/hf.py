@@ -169,7 +169,8 @@ def load(
             return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
         found, stored = _checked(folder, needs_head=head)
         params = _values(found.network, stored, dtype)
-        return found._replace(params=params, ends=stop_ids(folder))
+        ends = stop_ids(folder, getattr(found.network, "vocab_size", 0))
+        return found._replace(params=params, ends=ends)
 
 
 def _values(
@@ -264,20 +265,38 @@ def require_same_base(base: PyTree, sha256: str, dtype: str, where: str) -> None
 
 def _adapted(folder: Path, network: Any, content: Mapping[str, Any]) -> Any:
     """Return a model with the adapter that the content of an `adapter_config.json` describes."""
-    modules, known = content.get("target_modules"), []
+    given, known = content.get("target_modules"), []
+    targets = given if isinstance(given, list) and all(map(_is_text, given)) else []
     for layers in ("all", "attention", "mlp") if hasattr(network, "adapter") else ():
         adapter = Adapter(content["r"], float(content["lora_alpha"]), layers)
         found = network.clone(adapter=adapter)
         known.append(_targets(found))
-        if (sorted(modules) if isinstance(modules, list) else modules) == known[-1]:
+        modules = _modules(found)
+        of_target = [{m for m in modules if f".{m}".endswith(f".{name}")} for name in targets]
+        # Each name stands for some module, and each module has a name.
+        if all(of_target) and set().union(*of_target) == modules:
             return found
     need = " or ".join(map(", ".join, known)) or "a model that can have an adapter"
-    raise DataError(f"{folder / _ADAPTER}: target_modules: have {str(modules)[:200]}, need {need}")
+    raise DataError(
+        f"{folder / _ADAPTER}: target_modules: have {str(given)[:200]}, need {need}, or names of"
+        " the same modules; or merge_and_unload() in PEFT"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _modules(network: nn.Module) -> set[str]:
+    """Return the names of the modules with an adapter, such as model.layers.0.mlp.up_proj."""
+    start, end = "base_model.model.", r"\.lora_[AB]\.weight"
+    names = (tensor.name.removeprefix(start) for tensor in _low_rank(network))
+    return {re.sub(end, "", name) for name in names}
 
 
 def _targets(network: nn.Module) -> list[str]:
     """List the last names of the modules that have an adapter, such as q_proj."""
-    return sorted({tensor.name.split(".")[-3] for tensor in _low_rank(network)})
+    return sorted({name.rpartition(".")[2] for name in _modules(network)})
 
 
 def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
@@ -396,16 +415,18 @@ def save(
             path.write_text(json.dumps(index, indent=2) + "\n")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial, getattr(network, "max_length", None))
+            _save_tokenizer(tokenizer, partial, network)
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None) -> None:
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, network: Any) -> None:
     """Write a tokenizer; let generation_config.json name its ends that `transformers` misses."""
-    tokenizer.save(folder, max_length)
+    tokenizer.save(folder, getattr(network, "max_length", None))
     known, path = stop_ids(folder), folder / GENERATION
-    if missing := [i for i in tokenizer.ends if i not in known]:
+    ends = [*stop_ids(folder, network.vocab_size)]
+    ends += [i for i in tokenizer.ends if i not in ends]
+    if ends != [*known]:
         content = read_json(path, DataError, **_JSON) if path.exists() else {}
-        content |= {"eos_token_id": [*known, *missing]}
+        content["eos_token_id"] = ends
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -457,7 +478,7 @@ def save_adapter(
         save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"} | recorded)
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial, network.max_length)
+            _save_tokenizer(tokenizer, partial, network)
 
 
 def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
