@@ -688,7 +688,8 @@ class Config(SettingsGroup):
         elif self.adapter.rank and not self.model.init_from:
             yield "adapter.rank model.init_from", "no weights to adapt; set the second"
         if self.data.sequence_length > self.model.max_length:
-            yield "data.sequence_length model.max_length", "rows exceed the context; shorten them"
+            need = f"rows exceed the context; set data.sequence_length={self.model.max_length}"
+            yield "data.sequence_length model.max_length", need
         if is_labelled and self.eval.sample_tokens:
             yield "model.arch eval.sample_tokens", "a classifier writes no text; set tokens to 0"
         if self.eval.sample_tokens >= self.model.max_length:

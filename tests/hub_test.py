@@ -59,7 +59,12 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
         2,
         "to ask for access|gated",
     ),
-    "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.* .no path here.: .*Not Found"),
+    "name": (
+        {},
+        {"path": "no/such"},
+        2,
+        "data.path=no/such.*: no such file or folder here; on the hub: .*Not Found",
+    ),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*Revision Not Found"),
     "split": ({}, {"split": "nope"}, 2, "Bad split: nope. Available splits: .*train.*validation"),
     "missing": ({"missing": "c4-train.00000"}, {}, 2, "Entry Not Found"),

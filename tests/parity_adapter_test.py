@@ -140,7 +140,8 @@ def test_each_key_of_pefts_config_gives_pefts_logits_or_is_refused_by_name(tmp_p
             np.testing.assert_allclose(of_peft(), wanted, **near)
     names = [f"{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"]
     full = [f"model.layers.{name}" for name in names]
-    for value in (full, [f"layers.{name}" for name in names], ["q_proj", "self_attn.k_proj", *full]):
+    same = [full, [f"layers.{name}" for name in names], ["q_proj", "self_attn.k_proj", *full]]
+    for value in same:
         np.testing.assert_array_equal(read("target_modules", value), wanted)
         np.testing.assert_allclose(of_peft(), wanted, **near)
     for value in (full[:-1], [*full, "lm_head"], "all-linear"):

@@ -120,7 +120,10 @@ def generate(options: argparse.Namespace, command: str) -> None:
     stops = {*loaded.ends, *tokenizer.ends}
     if asked is not None and render is None:
         raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; use --prompt")
-    if min(options.tokens, options.samples) < 1 or options.temperature < 0:
+    num_samples = options.samples
+    if num_samples is None:
+        num_samples = 3 if asked is None else 1
+    if min(options.tokens, num_samples) < 1 or options.temperature < 0:
         raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
     for text in _lines() if is_loop else [options.prompt if asked is None else asked]:
         text = os.fsencode(text).decode(errors="replace")  # a command line need not be UTF-8
@@ -147,16 +150,18 @@ def generate(options: argparse.Namespace, command: str) -> None:
         tokens_BL = llama.generate(
             network,
             params,
-            np.tile(np.array(prompt, np.int32), (1 if is_loop else options.samples, 1)),
+            np.tile(np.array(prompt, np.int32), (1 if is_loop else num_samples, 1)),
             num_tokens=min(options.tokens, room),
             temperature=options.temperature,
             key=jax.random.key(options.seed),
             ends=sorted(stops),
         )
-        for tokens in np.asarray(tokens_BL):
+        for number, tokens in enumerate(np.asarray(tokens_BL), 1):
             ends = np.flatnonzero(np.isin(tokens[len(prompt) :], sorted(stops))) + len(prompt)
             text = tokenizer.decode(tokens[shown : ends[0] if ends.size else None])
-            print(*["-" * 72] * (not is_loop), text, sep="\n")
+            if len(tokens_BL) > 1:
+                print(f"-- sample {number} of {len(tokens_BL)} ".ljust(72, "-"))
+            print(text)
         turns.append({"role": "assistant", "content": text})
 
 

@@ -83,7 +83,8 @@ class Parser(argparse.ArgumentParser):
         """Say that a word is unknown, and which options are the nearest."""
         name = word.partition("=")[0]
         if not word.startswith("-"):
-            return f"{word}: unexpected"
+            option = f"; a text to train on is --config.data.path={word}" if self.takes_keys else ""
+            return f"{word}: unexpected{option}"
         if self.takes_keys and name.startswith("--config."):
             return unknown_key_fault(name.removeprefix("--config."))
         known = self._option_string_actions
@@ -252,7 +253,8 @@ def _generate(parser: Parser) -> None:
     text = "a question, by the chat template; without TEXT: those that you type, until ^D"
     add("--chat", nargs="?", const="", metavar="TEXT", help=text)
     add("--tokens", **_INT, default=100, help="most tokens to write (default: 100)")
-    add("--samples", **_INT, default=3, help="number of texts to write (default: 3)")
+    text = "number of texts to write (default: 3; of answers to --chat 1)"
+    add("--samples", **_INT, help=text)
     text = "temperature of sampling; 0: the most likely token (default: 0.8)"
     add("--temperature", type=float, default=0.8, metavar="X", help=text)
     add("--seed", **_INT, default=0, help="random seed (default: 0)")

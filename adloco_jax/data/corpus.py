@@ -122,8 +122,20 @@ class Corpus:
             f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
             f" model will see, for instance{of_class}:\n"
-            f"  | {readable(row, tokenizer, max_chars=240)}"
+            f"  | {readable(row, tokenizer, max_chars=240)}{self._left_out()}"
         )
+
+    def _left_out(self) -> str:
+        """Say so, on a line of its own, if most chats or rows are left out."""
+        manifest = self.manifest
+        left_out = manifest.dropped + manifest.rejected + manifest.bad
+        total = sum(manifest.documents) + manifest.copies + left_out
+        if 2 * left_out <= total:
+            return ""
+        line = f"\nwarning: {left_out} of {total} chats are left out"
+        if manifest.dropped:
+            line += f", {manifest.dropped} because data.sequence_length ends before their answer"
+        return line
 
     def _end_of_answers(self) -> str:
         """Say so if what ends answers does not end what the model writes, or if nothing does."""

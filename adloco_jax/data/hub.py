@@ -40,7 +40,7 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
     """
     import huggingface_hub
 
-    with faults(f"{where} (no path here)"):
+    with _faults_of_name(where):
         api = huggingface_hub.HfApi()
         return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
 
@@ -85,7 +85,7 @@ def download(
 
     folder = cached()
     if folder is None:
-        with faults(f"{where} (no path here)"):
+        with _faults_of_name(where):
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
@@ -157,6 +157,16 @@ def faults(where: str) -> Iterator[None]:
         if (fault := _fault(error, where)) is error:
             raise
         raise fault from error
+
+
+@contextlib.contextmanager
+def _faults_of_name(where: str) -> Iterator[None]:
+    """Turn errors into `UserError`, as `faults`, for a name that is no path here."""
+    try:
+        with faults(f"{where}: no such file or folder here; on the hub"):
+            yield
+    except Unreachable as error:
+        raise Unreachable(f"{error}, or correct the path") from error
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:

@@ -21,6 +21,7 @@ from adloco_jax.settings import (
 
 # More passes over the rows than this, and fewer held-out rows, have a line of their own.
 _MANY_PASSES, _FEW_HELDOUT = 10, 16
+_FEW_UPDATES = 10  # below, a run has a warning
 ALMOST_ALL = 0.9  # the share of the rows above which a run needs no advice to read the rest
 
 
@@ -112,6 +113,14 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
             least = timedelta(seconds=round(tokens / tokens_per_s))
             line += f"; at least {least}, at the peak of the devices"
         lines.append(line)
+    updates = math.inf
+    if math.isfinite(tokens):
+        updates = math.ceil(tokens / settings.round_tokens * inner.steps_per_round)
+    if updates < _FEW_UPDATES:
+        lines.append(
+            f"warning: {counted(updates, 'update')} in all, which change little; set a larger"
+            " num_epochs or num_rounds, or a smaller batching.initial_batch_size"
+        )
     if passes > _MANY_PASSES:
         lines.append(
             f"note: each row is read {passes:,.0f} times; num_epochs=1 reads it once (or give more"
