@@ -200,7 +200,7 @@ CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
     [
         ("<|im_end|>", CHAT, "; answers end by <|im_end|>, where the model does not", (256, 258)),
         ("<|endoftext|>", CHAT, "", (256,)),
-        ("!", CHAT, "; answers end by no special token, so the model will not stop", (256,)),
+        ("!", CHAT, "; the model will not learn to stop, because the template", (256,)),
         ("<|im_end|>", {"prompt": "q", "completion": "a"}, "", (256, 258)),
         ("<|im_end|>", {"text": "q and a text"}, "", (256,)),
     ],

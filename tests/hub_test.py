@@ -63,7 +63,7 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
         {},
         {"path": "no/such"},
         2,
-        "data.path=no/such.*: no such file or folder here; on the hub: .*Not Found",
+        "data.path=no/such.*: no such file or .* hub: .*Not Found",
     ),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*Revision Not Found"),
     "split": ({}, {"split": "nope"}, 2, "Bad split: nope. Available splits: .*train.*validation"),

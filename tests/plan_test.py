@@ -126,12 +126,12 @@ def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch):
         ({"data": TEXT | {"heldout_path": __file__}}, "both hold plan_test.py"),
         (
             {"data": {"tokenizer": "no/where"}},
-            "data.tokenizer=no/where: no such file or folder here; on",
+            "data.tokenizer=no/where: no such file or folder here",
         ),
         ({"data": {"tokenizer": "EXPORT"}, "model": {"vocab_size": 256}}, "EXPORT has 257 ids"),
         (
             {"model": {"init_from": "no/where"}},
-            "no/where: no such file or folder here; on the hub: the server does",
+            "folder here; on the hub: the server does",
         ),
         ({"model": {"init_from": "EXPORT"}}, "model.num_layers = 1: EXPORT has 2"),
     ):
