@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import io
+import itertools
 import json
 import random
 
@@ -630,3 +631,18 @@ def test_too_few_chats_to_hold_out_say_that_they_were_cut(tmp_path, tokenizer):
     message = "9 chats are longer than a row and were cut; a chat gives at most one row"
     with pytest.raises(DataError, match=f"have 1 row of 65 tokens to hold out.*{message}"):
         load(path, tokenizer, sequence_length=64, heldout_frac=0.1)
+
+
+def test_slow_preparation_says_how_far_it_is_and_most_chats_left_out_are_a_warning(
+    tmp_path, tokenizer, monkeypatch
+):
+    chats = [*chats_of(30), *(turns("? " * 300, str(n)) for n in range(70))]
+    path = write_documents(tmp_path, [{"messages": chat} for chat in chats])
+    clock = itertools.count()
+    monkeypatch.setattr("adloco_jax.data.rows.time.monotonic", lambda: float(next(clock)))
+    lines = []
+    corpus = load_corpus(settings_of(path, tokenizer), note=lines.append)
+    words = [line for line in lines if line.startswith("preparing rows: ")]
+    assert words[0] == "preparing rows: 5 documents read in 5 s" and len(words) == 5
+    warning = "warning: 70 of 100 chats are left out, 70 because data.sequence_length ends before"
+    assert f"\n{warning} their answer" in corpus.describe()

@@ -96,6 +96,8 @@ def test_header_and_plan_say_passes_and_time():
     assert "1,143 times" in often and "1 row only" in few
     assert length_lines(epochs_of(1.0), math.nan, None) == []  # rows are not known yet
     assert longer_lines(epochs_of(1.0)) == longer_lines(settings) == []
+    one_pass = epochs_of(1.0, workers=1, batch=7).with_rows(28)
+    assert "warning: 4 updates in all, which" in length_lines(one_pass, rate, 99)[1]
     # a fifth of the rows: 2 rounds of 50 updates of 4 workers with batches of 8
     (line,) = longer_lines(epochs_of(None, workers=4, batch=8, num_rounds=2).with_rows(16_000))
     assert "about 20% of the rows" in line

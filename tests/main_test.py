@@ -236,7 +236,7 @@ UNKNOWN = {
     "--config.batching.buckets[0]=3": "batching.buckets[0]: no such key; did you mean batching.",
     "--noconfig.inner.tx=x": "--noconfig.inner.tx=x: no such option; did you mean --config.",
     "--confg=3": "--confg=3: no such option; did you mean --config?",
-    "stray": "stray: unexpected",
+    "stray": "stray: unexpected; a text to train on is --config.data.path=stray",
 }
 BAD = {
     "--config.inner.learning_rate=-1": "inner.learning_rate = -1.0: must be greater than 0",

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -31,6 +32,7 @@ from adloco_jax.settings import DataSettings
 MIN_HELDOUT_ROWS = 2  # one for each use
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
+_FIRST_WORD_S = 5.0  # until a line says how many documents have been read
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 
 
@@ -117,7 +119,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
         if manifest is None:
             with replaced_folder(folder) as partial, tempfile.TemporaryFile(dir=partial) as file:
                 found = _Tokenised(file)
-                _tokenise(job, found, partial / "copy")
+                _tokenise(job, found, partial / "copy", note)
                 manifest = _write_folder(job, found, partial)
         Path(lock.lock_file).unlink(missing_ok=True)
     return manifest
@@ -190,12 +192,23 @@ class _Tokenised:
             first += len(about)
 
 
-def _tokenise(job: Job, found: _Tokenised, copy: Path) -> None:
+def _tokenise(job: Job, found: _Tokenised, copy: Path, note: Callable[[str], None]) -> None:
     """Read and tokenise all text that is needed; `copy` is for copies of remote files."""
     heldout, rest = job.parts()
+    start_s, num_documents, word_s = time.monotonic(), 0, _FIRST_WORD_S
+
+    def count() -> None:
+        """Count a document; where no terminal shows the bar, say the number now and then."""
+        nonlocal num_documents, word_s
+        num_documents += 1
+        passed_s = time.monotonic() - start_s
+        if bar.disable and passed_s >= word_s:
+            word_s = 2 * passed_s
+            note(f"preparing rows: {counted(num_documents, 'document')} read in {passed_s:.0f} s")
+
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         for side, parts in ((1, heldout), (0, rest)):
-            _tokenise_side(job, found, parts, side, copy, bar)
+            _tokenise_side(job, found, parts, side, copy, bar, count)
             if parts and not (found.about["side"] == side).any():
                 raise DataError(no_text(job.where[side]))
 
@@ -206,8 +219,15 @@ def no_text(where: str) -> str:
 
 
 def _tokenise_side(
-    job: Job, found: _Tokenised, parts: list[Part], side: int, copy: Path, bar: tqdm
+    job: Job,
+    found: _Tokenised,
+    parts: list[Part],
+    side: int,
+    copy: Path,
+    bar: tqdm,
+    count: Callable[[], None],
 ) -> None:
+    """Read and tokenise the training text or separate held-out text; `count` each document."""
     pending: list[Document] = []
     num_chars, enough = 0, False
 
@@ -223,6 +243,7 @@ def _tokenise_side(
             documents, number = job.documents(part, path, job.where[side]), 0
             for document in documents:
                 number += 1
+                count()
                 found.num_bad += document.fault != ""
                 if document.fault and found.num_bad > job.data.skip_bad:
                     why = f"row {found.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"

@@ -113,14 +113,13 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
             least = timedelta(seconds=round(tokens / tokens_per_s))
             line += f"; at least {least}, at the peak of the devices"
         lines.append(line)
-    updates = math.inf
     if math.isfinite(tokens):
         updates = math.ceil(tokens / settings.round_tokens * inner.steps_per_round)
-    if updates < _FEW_UPDATES:
-        lines.append(
-            f"warning: {counted(updates, 'update')} in all, which change little; set a larger"
-            " num_epochs or num_rounds, or a smaller batching.initial_batch_size"
-        )
+        if updates < _FEW_UPDATES:
+            lines.append(
+                f"warning: {counted(updates, 'update')} in all, which change little; set a larger"
+                " num_epochs or num_rounds, or a smaller batching.initial_batch_size"
+            )
     if passes > _MANY_PASSES:
         lines.append(
             f"note: each row is read {passes:,.0f} times; num_epochs=1 reads it once (or give more"
