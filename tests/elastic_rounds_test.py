@@ -16,7 +16,7 @@ from learners import Here, InBucket, assert_same_rounds, num_updates
 from toy import settings_of
 from toy_runs import GROWING, events, run
 
-from adloco_jax.elastic import engine, learner, store
+from adloco_jax.elastic import decisions, engine, learner, store
 from adloco_jax.elastic.formats import USES
 from adloco_jax.engine.memory import Peak
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
@@ -262,6 +262,7 @@ def timed(there, seconds, sent=None):
 
 @both
 def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeypatch, tmp_path):
+    monkeypatch.setattr(decisions, "FEWEST_ROUNDS", 1)
     sent, there = [], []
     there += [Here(monkeypatch, timed(there, {0: 1.0, 1: 3.0}, sent))]
     batching = {"test": "norm", "test_batch_size": 32, "batch_cap": 2}
@@ -280,6 +281,7 @@ def test_slower_learners_make_fewer_updates_and_weigh_by_their_sequences(monkeyp
 
 @both
 def test_a_forged_speed_changes_no_weight(monkeypatch, tmp_path):
+    monkeypatch.setattr(decisions, "FEWEST_ROUNDS", 1)
     sent, there = [], []
     told = timed(there, {0: 1.0, 1: 1e-300}, sent)
 

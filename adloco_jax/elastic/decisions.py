@@ -21,7 +21,7 @@ KEPT_NORMS = 64  # number of a trainer's last accepted norms, with which new one
 _FEW_NORMS = 8  # fewer say little about what is usual
 _MEASURED = 16  # number of the last durations that count
 _SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
-_FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
+FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
 _SHORTEST_S = 1e-300  # what a learner says may be zero
 _CLEARLY_SLOWER = 8 / 9  # of the fastest one's speed: an eighth more seconds for a sequence
 
@@ -183,7 +183,7 @@ def updates_by_speed(
     Source: DyLU of Async DiLoCo (arXiv 2401.09135), which uses one measurement.
     """
     updates = dict.fromkeys(sequence_s, num_updates)
-    measured = {w: each for w, each in sequence_s.items() if len(each) >= _FEWEST_ROUNDS}
+    measured = {w: each for w, each in sequence_s.items() if len(each) >= FEWEST_ROUNDS}
     if not measured:
         return updates
     fastest = min(measured.values(), key=statistics.median)
