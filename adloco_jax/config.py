@@ -187,6 +187,9 @@ def _of_checkpoint(
     """Add the `config.json` of `model.init_from` and unset sizes; say which were found in it."""
     model, names = _filled(model, record), architectures[model.arch].weight_map
     content, lines = record.get("model", {}).get("checkpoint") or model.checkpoint, []
+    if model.base_dtype is None:
+        before = record.get("model", {}).get("base_dtype")
+        model = model.model_copy(update={"base_dtype": before})
     if not model.init_from or names is None:
         return model, lines
     if not content or model.unset:

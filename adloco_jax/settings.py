@@ -160,8 +160,9 @@ class ModelSettings(SettingsGroup):
     """C, classes of texts; bert only."""
     dtype: Annotated[Literal["float32", "bfloat16"], "accepted"] = "float32"
     """Type of the model's computations; parameters stay float32."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the frozen weights of an adapter are held."""
+    base_dtype: Annotated[Literal["float32", "bfloat16", "int8", "nf4"] | None, AUTO] = None
+    """How the frozen weights of an adapter are held; int8 and nf4 (four bits): the matrices of
+    layers are, the others in bfloat16. auto: bfloat16 if it fits by the plan, else nf4."""
     remat: Annotated[bool | None, AUTO, "accepted"] = None
     """Recompute layers in the backward pass, which saves memory. auto: if memory requires it."""
     loss_chunk: Annotated[Number, "accepted"] = 0
@@ -687,6 +688,11 @@ class Config(SettingsGroup):
             yield "adapter.rank model.arch", "it can have no adapter; set the first to 0"
         elif self.adapter.rank and not self.model.init_from:
             yield "adapter.rank model.init_from", "no weights to adapt; set the second"
+        if self.model.base_dtype in ("int8", "nf4") and not self.adapter.rank:
+            need = "only frozen weights beside an adapter can be quantised; set the second to 16"
+            if not self.model.init_from:
+                need = "random weights cannot be quantised; set adapter.rank and model.init_from"
+            yield "model.base_dtype adapter.rank", need
         if self.data.sequence_length > self.model.max_length:
             need = f"rows exceed the context; set data.sequence_length={self.model.max_length}"
             yield "data.sequence_length model.max_length", need

@@ -50,6 +50,7 @@ from adloco_jax.run.attempts import (
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.folder import exclusive, how_to_resume
 from adloco_jax.run.join import join as join_run
+from adloco_jax.run.plan import base_dtype_is_open, base_dtype_line, fitting_choice
 from adloco_jax.settings import Config, Settings
 from adloco_jax.study import report
 
@@ -124,6 +125,10 @@ def train(
 
     def put_together() -> Run:
         whole = completed(settings, folder, note=print)
+        if base_dtype_is_open(whole):
+            whole, choice = fitting_choice(whole, here())
+            choice.programs.close()
+            print(base_dtype_line(whole))
         return assemble(whole, here(), folder, trains=True, command=command, **accept)
 
     with processes.only_first_prints():

@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.num_epochs = 1.0  # passes over the rows, as many rounds as they take
 
-    config.model.dtype = config.model.base_dtype = "bfloat16"
+    config.model.dtype = "bfloat16"
     config.model.loss_chunk = 1  # the logits of one sequence of Qwen3 take 311 MB
     config.adapter.rank, config.adapter.alpha = 16, 32.0
     config.data.sequence_length = 512  # tokens
@@ -39,5 +39,6 @@ def get_config() -> ConfigDict:
 
     config.batching.test = "constant"
     config.batching.initial_batch_size = 8  # sequences per worker; this number stays constant
+    config.eval.sample_tokens = 48  # of the answer to a held-out question that each round shows
     config.merge.policy = "none"  # there is only one trainer
     return config

@@ -282,17 +282,6 @@ def test_other_base_weights_of_equal_shape_are_refused_wherever_an_adapter_meets
     trained, weights, tmp_path, capsys
 ):
     run = shutil.copytree(trained.workdir, tmp_path / "r")
-    config = adapted(weights)
-    config.model.base_dtype = "bfloat16"
-    # As if the run had held it so.
-    record = json.loads((run / "config.json").read_text())
-    record["config"]["model"]["base_dtype"] = "bfloat16"
-    record["base_fingerprint"] = starting_model(config).base.fingerprint
-    (run / "config.json").write_text(json.dumps(record))
-    assert cli.main(["export", str(run), f"--out={run / 'again'}"]) == 0
-    shutil.rmtree(run / "export")
-    (run / "again").rename(run / "export")
-    assert hf.load(run / "export", dtype="bfloat16").stored_as == ("float32",)
     assert cli.main(["export", str(run), "--merge", f"--out={tmp_path / 'whole'}"]) == 0
     made(weights, seed=6)
     capsys.readouterr()

@@ -109,7 +109,7 @@ def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, m
     printed = capsys.readouterr().out
     assert printed.splitlines() == kinds()
     names = [line.split()[0] for line in kinds()]
-    consumer = [f"rtx{number}" for number in (4060, 3060, 4080, 3090, 4090)]
+    consumer = [f"rtx{number}" for number in (4060, 3060, "4060ti", 4080, 3090, 4090)]
     assert names == ["a100-40", "a100-80", "h100", "h200", "b200", *consumer, "v5e", "v5p", "v6e"]
     words = ["plan", "quickstart", "--device=t4", "--config.data.path=nowhere"]
     assert main(words) == 2 and "--device t4" in capsys.readouterr().err

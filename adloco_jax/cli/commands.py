@@ -101,6 +101,8 @@ def generate(options: argparse.Namespace, command: str) -> None:
     import numpy as np
 
     from adloco_jax.data.tokenizers import load_tokenizer
+    from adloco_jax.engine.model import layer_form
+    from adloco_jax.engine.spec import here
     from adloco_jax.models import hf, llama
     from adloco_jax.run.folder import refuse_fit
 
@@ -111,8 +113,10 @@ def generate(options: argparse.Namespace, command: str) -> None:
         model = str(Path(model) / "export")
         if not os.path.exists(model):
             raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
-    loaded = hf.load(model, key="model")
+    loaded = hf.load(model, as_trained=True, key="model")
     network, params = loaded.network, loaded.params
+    if loaded.base is not None:
+        network = network.clone(layer_form=layer_form(here()))
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)
@@ -155,6 +159,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
             temperature=options.temperature,
             key=jax.random.key(options.seed),
             ends=sorted(stops),
+            base=loaded.base,
         )
         for number, tokens in enumerate(np.asarray(tokens_BL), 1):
             ends = np.flatnonzero(np.isin(tokens[len(prompt) :], sorted(stops))) + len(prompt)

@@ -86,7 +86,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     if settings.adapter.rank:
         whole_fn = init_fn
         shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
-        hold = functools.partial(hf.as_held, dtype=model.base_dtype)
+        hold = functools.partial(hf.as_held, dtype=model.base_dtype or "bfloat16")
         base_shapes = jax.eval_shape(hold, shapes)
 
         def init_fn(key):
@@ -175,9 +175,8 @@ def with_weights(
     damaged.
     """
     source, frozen = settings.init_from, model.base_shapes is not None
-    # Frozen weights are read in the dtype in which they are held.
-    dtype = settings.base_dtype if frozen else "float32"
-    loaded = hf.load(source, head=False, merges=not frozen, dtype=dtype)
+    base_dtype = (settings.base_dtype or "bfloat16") if frozen else None
+    loaded = hf.load(source, head=False, merges=not frozen, base_dtype=base_dtype)
     hf.require_same_network(model.network, loaded, settings)
     params, lines = loaded.params, []
     if loaded.lacks and frozen:
@@ -191,12 +190,10 @@ def with_weights(
         lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     if not frozen:
         return model._replace(params=params), lines
-    adapter, base = split_adapter(params)
-    base = hf.as_held(base, dtype)
-    sha256 = hf.fingerprint(base)
+    base = loaded.base
     if machine.platform == "cpu":  # where host and device then share the arrays
         base = jax.tree.map(jnp.asarray, base)
-    return model._replace(params=adapter or None, base=Base(base, sha256)), lines
+    return model._replace(params=params, base=Base(base, loaded.sha256)), lines
 
 
 def program_spec(

@@ -258,10 +258,11 @@ def begin_workers(
 
 def bytes_here(shapes: PyTree) -> int:
     """Bytes that one device holds of arrays with these shapes and shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    bits = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * jax.dtypes.itemsize_bits(leaf.dtype)
         for leaf in jax.tree.leaves(shapes)
     )
+    return bits // 8
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

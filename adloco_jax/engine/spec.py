@@ -1,5 +1,6 @@
 """What compilation needs: the data that all programs of a run share, and each program's key."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from adloco_jax.core.gradstats import Estimator, resolve_estimator
 from adloco_jax.core.outer import Aggregator, mean
 from adloco_jax.core.types import LossFn, trainable
 from adloco_jax.loop.adloco import StateBytes
+from adloco_jax.models.quantised import is_quantised
 from adloco_jax.settings import OuterSettings
 
 Kernel = Literal["xla", "cudnn"]  # of attention
@@ -193,13 +195,15 @@ class ProgramSpec:
 
 
 def num_values(tree: PyTree) -> int:
-    """Count the numbers in all arrays of a tree; shapes may stand for arrays."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+    """Count the numbers in all arrays of a tree, of quantised ones without scales."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantised)
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def num_bytes(tree: PyTree) -> int:
     """Bytes that all arrays of a tree take together; shapes with dtypes may stand for arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in leaves) // 8
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:

@@ -3,6 +3,7 @@
 Every tensor's name, shape and type is checked; `models.weight_maps` has the names.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -30,6 +31,7 @@ from adloco_jax.data.tokenizers import GENERATION, Tokenizer, stop_ids
 from adloco_jax.errors import ConfigError, DataError, UserError
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import Adapter, merge_adapter, param_shapes, with_adapter
+from adloco_jax.models.quantised import QUANTISED, quantise
 from adloco_jax.models.weight_maps import Unusable, WeightMap
 from adloco_jax.settings import ModelSettings
 
@@ -57,7 +59,6 @@ _HARMLESS |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
 # initialisations change the base weights, also when an adapter is loaded.
 _PLAIN = {"peft_type": ["LORA"], "bias": ["none"]}
 _PLAIN |= {"init_lora_weights": [True, "gaussian", "eva", "orthogonal", "mica"]}
-_BASE = ("base_sha256", "base_dtype")  # metadata of an adapter's weights, for `fingerprint`
 
 
 class Loaded(NamedTuple):
@@ -65,8 +66,10 @@ class Loaded(NamedTuple):
 
     Attributes: network: The model, in float32; `network.clone(dtype=...)` computes in another
     dtype. params: Its parameters, NumPy arrays, of which some are transposed views; None from
-    `inspect`. stored_as: Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if
-    only `config.json` was read. left_out: Names of tensors that were not read: they belong to a
+    `inspect`. base: The frozen weights as programs take them, if asked for: `params` are then the
+    adapter's, or None. sha256: Hash of the weights as published, without an adapter. stored_as:
+    Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if only `config.json`
+    was read. left_out: Names of tensors that were not read: they belong to a
     head that the model lacks. config: The content of the checkpoint's `config.json`, for `save`.
     lacks: Name of the head among the parameters, if the checkpoint has none; else empty. ends: Ids
     at which generation stops by the checkpoint, of its generation_config.json, or else its
@@ -80,6 +83,8 @@ class Loaded(NamedTuple):
     config: dict[str, Any]
     lacks: str
     ends: tuple[int, ...] = ()
+    base: PyTree = None
+    sha256: str = ""
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
@@ -133,7 +138,8 @@ def load(
     *,
     head: bool = True,
     merges: bool = False,
-    dtype: str = "float32",
+    base_dtype: str | None = None,
+    as_trained: bool = False,
     revision: str | None = None,
     key: str = "model.init_from",
 ) -> Loaded:
@@ -149,7 +155,10 @@ def load(
       head: Whether the checkpoint must have the head (the matrix to the vocabulary or to the
         classes). If False, the returned parameters may lack it; a head of another kind is not read.
       merges: Whether an adapter is added to the weights that it belongs to.
-      dtype: Dtype of the parameters, "float32" or "bfloat16". An adapter's are float32.
+      base_dtype: How frozen weights are held, as `model.base_dtype` says. None: none are frozen,
+        and all are float32.
+      as_trained: Whether the base of an adapter is held as the run held it that trained the
+        adapter, if that is recorded.
       revision: Branch, tag or commit of a repository on the hub. None: its main branch.
       key: The config's key, or the option, that messages mention.
 
@@ -166,47 +175,102 @@ def load(
     """
     with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
-            return _load_adapter(folder, merges, head=head, dtype=dtype, key=key)
+            how: Any = {"head": head, "base_dtype": base_dtype, "key": key}
+            return _load_adapter(folder, merges, as_trained, **how)
         found, stored = _checked(folder, needs_head=head)
-        params = _values(found.network, stored, dtype)
+        digest = hashlib.sha256()
+        params = base = None
+        if base_dtype is None:
+            params = _values(found.network, stored, digest)
+        else:
+            base = _frozen(stored, base_dtype, digest)
         ends = stop_ids(folder, getattr(found.network, "vocab_size", 0))
-        return found._replace(params=params, ends=ends)
+        return found._replace(params=params, base=base, sha256=digest.hexdigest(), ends=ends)
+
+
+def _read(
+    stored: "Mapping[Tensor, _Stored]", digest: "hashlib._Hash"
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Read tensors one at a time, as they are stored; add each to a hash."""
+    for tensor, where in stored.items():
+        values = where.read()
+        digest.update(f"{tensor.name} {where.kind} {where.shape}".encode())
+        digest.update(values.view(np.uint8).data)
+        if where.kind == "F64":
+            values = values.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
+        yield tensor, values
 
 
 def _values(
-    network: nn.Module, stored: "Mapping[Tensor, _Stored]", dtype: str = "float32"
+    network: nn.Module, stored: "Mapping[Tensor, _Stored]", digest: "hashlib._Hash"
 ) -> PyTree:
-    """Read tensors; return the parameters that they are."""
+    """Read tensors; return the parameters that they are, float32."""
     shapes, leaves = _leaves(param_shapes(network)), {}
-    for tensor, where in stored.items():
+    for tensor, values in _read(stored, digest):
         if tensor.path not in leaves:
-            leaves[tensor.path] = tensor.empty(shapes[tensor.path].shape, dtype)
-        values = tensor.of(leaves[tensor.path])
-        values[...] = where.read()
-        if not np.isfinite(values).all():
-            raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
+            leaves[tensor.path] = tensor.empty(shapes[tensor.path].shape, "float32")
+        tensor.of(leaves[tensor.path])[...] = values
     return unflatten_dict(leaves)
 
 
-def _load_adapter(folder: Path, merges: bool, **how: Any) -> Loaded:
+def _frozen(stored: "Mapping[Tensor, _Stored]", dtype: str, digest: "hashlib._Hash") -> PyTree:
+    """Read tensors; return them as `as_held` does. The host has one tensor that is not yet so."""
+    whole, apart = {}, collections.defaultdict(list)
+    for tensor, values in _read(stored, digest):
+        held = _held(tensor.path, values.T if tensor.transposed else values, dtype)
+        if tensor.layer is ...:
+            whole[tensor.path] = held
+        else:
+            apart[tensor.path].append(held)
+    layers = {path: tuple(arrays) for path, arrays in apart.items()}
+    return unflatten_dict(whole | layers)
+
+
+def as_held(base: PyTree, dtype: str) -> PyTree:
+    """Hold frozen weights as `model.base_dtype` says: only matrices of layers are quantised.
+
+    Those of layers are unstacked, because programs would copy a stack to take one out.
+    """
+    held = {}
+    for path, leaf in _leaves(base).items():
+        if path[0] == "layers":
+            held[path] = tuple(_held(path, part, dtype) for part in leaf)
+        else:
+            held[path] = _held(path, leaf, dtype)
+    return unflatten_dict(held)
+
+
+def _held(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
+    """Hold the weight of a layer, or one that no layer has."""
+    if dtype not in QUANTISED:
+        return weight.astype(dtype, copy=False)
+    if path[0] == "layers" and path[-1] == "kernel":
+        return quantise(weight, dtype)
+    return weight.astype("bfloat16", copy=False)
+
+
+def _load_adapter(folder: Path, merges: bool, as_trained: bool, **how: Any) -> Loaded:
     """Read an adapter in PEFT's layout, and the model for which it was made."""
     content = _adapter_config(folder)
     name, revision = content["base_model_name_or_path"], content.get("revision")
+    stored = _open(folder / _ADAPTER_WEIGHTS)
+    with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    if as_trained:
+        how["base_dtype"] = metadata.get("base_dtype") or None
     loaded = load(name, revision=revision, **how)
     network = _adapted(folder, loaded.network, content)
     wanted = {tensor: tensor.name for tensor in _low_rank(network)}
-    stored = _open(folder / _ADAPTER_WEIGHTS)
     faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
     if faults := faults + _unfit(folder, wanted, stored, network):
         raise DataError(_listed(faults))
-    with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
-        sha256, base_dtype = map((file.metadata() or {}).get, _BASE)
-    if sha256 is not None and base_dtype in ("float32", "bfloat16"):
-        base = loaded.params
-        if how["dtype"] not in ("float32", base_dtype):  # which has lost what was hashed
-            base = load(name, revision=revision, **how | {"dtype": base_dtype}).params
-        require_same_base(base, sha256, base_dtype, f"{folder}: {name}")
-    low_rank = _values(network, {tensor: stored[wanted[tensor]] for tensor in wanted})
+    require_same_base(loaded, metadata.get("base_sha256", ""), f"{folder}: {name}")
+    own = {tensor: stored[name] for tensor, name in wanted.items()}
+    low_rank = _values(network, own, hashlib.sha256())
+    if loaded.base is not None:
+        return loaded._replace(network=network, params=low_rank)
     params = with_adapter(loaded.params, low_rank)
     if merges:
         return loaded._replace(params=merge_adapter(params, network.adapter))
@@ -241,24 +305,9 @@ def _is_adapter(name: str, revision: str | None) -> bool:
         return (folder / _ADAPTER).exists()
 
 
-def as_held(base: PyTree, dtype: str) -> PyTree:
-    """Cast frozen weights; unstack those of layers, which programs would copy to take one out."""
-    base = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), base)
-    return base | {"layers": jax.tree.map(tuple, base["layers"])}
-
-
-def fingerprint(held: PyTree) -> str:
-    """Hash (SHA-256, hex) frozen weights, NumPy arrays from `as_held`."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(held):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(leaf.tobytes("A"))  # as it lies in memory, without a transpose
-    return digest.hexdigest()
-
-
-def require_same_base(base: PyTree, sha256: str, dtype: str, where: str) -> None:
-    """Raise DataError unless the base weights of an adapter, held in `dtype`, have this hash."""
-    if fingerprint(as_held(base, dtype)) != sha256:
+def require_same_base(loaded: Loaded, sha256: str, where: str) -> None:
+    """Raise DataError if the hash of an adapter's base is known, and that of a model is another."""
+    if sha256 and loaded.sha256 != sha256:
         need = "other weights than those for which the adapter was made"
         raise DataError(f"{where} has {need}; restore them")
 
@@ -457,8 +506,8 @@ def save_adapter(
     """Write a model's adapter in PEFT's layout, in float32.
 
     An existing `folder` is replaced when everything is written. `base` is the result of `base_of`
-    for the model to which the adapter belongs. `sha256` is the `fingerprint` of its weights, held
-    in `base_dtype`, which `load` then compares; empty: not known.
+    for the model to which the adapter belongs. `sha256` is the hash of its weights, which `load`
+    then compares (empty: not known), and `base_dtype` how the run held them.
     """
     arrays = _arrays(jax.tree.map(np.asarray, params), _low_rank(network))
     config = {
@@ -474,8 +523,10 @@ def save_adapter(
         "inference_mode": True,
     }
     with replaced_folder(Path(folder)) as partial:
-        recorded = dict(zip(_BASE, (sha256, base_dtype), strict=True)) if sha256 else {}
-        save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata={"format": "pt"} | recorded)
+        metadata = {"format": "pt"}
+        if sha256:
+            metadata |= {"base_sha256": sha256, "base_dtype": base_dtype}
+        save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata=metadata)
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial, network)
@@ -525,6 +576,12 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
     config = read_json(path, DataError, **_JSON)
     known = {kind: names for names in _weight_maps() for kind in names.classes}
     names = known.get(str(config.get("model_type")))
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise DataError(
+            f"{path}: quantization_config: have weights quantised by {method}, need those from"
+            " which they were made, and model.base_dtype=nf4 to hold these in four bits"
+        )
     try:
         if names is None:
             have = repr(config.get("model_type"))

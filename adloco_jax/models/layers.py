@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from adloco_jax.models.kernels import BASE, multiply_float32
+from adloco_jax.models.quantised import dequantised
 
 DTYPES = ("float32", "bfloat16")  # the dtypes in which a model may compute
 
@@ -89,7 +90,7 @@ def _weight(
 ) -> tuple[Any, Tap]:
     """Return a module's weight, and the tap of its layer: None if the weight is frozen."""
     if module.has_variable(BASE, name):
-        return lax.stop_gradient(module.get_variable(BASE, name)), None
+        return lax.stop_gradient(dequantised(module.get_variable(BASE, name))), None
     return module.param(name, init, shape, jnp.float32), tap_B
 
 

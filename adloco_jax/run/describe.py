@@ -40,7 +40,8 @@ def run_header(
     if "model" in own:
         weights = "own model"
     if spec.base is not None:
-        beside = f"{num_values(spec.base):,} frozen ones ({model.base_dtype}) {weights}"
+        held = model.base_dtype or "bfloat16 if they fit, else nf4"
+        beside = f"{num_values(spec.base):,} frozen ones ({held}) {weights}"
         sent = in_bytes(spec.sync_bytes * outer.fragments)
         weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
         weights += f"; a worker sends {sent} a round"

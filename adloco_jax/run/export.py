@@ -52,14 +52,20 @@ def save(
     """
     network: Any = build_network(model, adapter)
     if adapter.rank and not merge:
-        recorded = {"sha256": base_sha256, "base_dtype": model.base_dtype}
-        base = hf.base_of(model.init_from)
-        hf.save_adapter(params, folder, tokenizer, network=network, base=base, **recorded)
+        hf.save_adapter(
+            params,
+            folder,
+            tokenizer,
+            network=network,
+            base=hf.base_of(model.init_from),
+            sha256=base_sha256,
+            base_dtype=model.base_dtype or "",
+        )
         return "float32"
     if adapter.rank:
-        _, base = split_adapter(hf.load(model.init_from).params)
-        where = f"model.init_from={model.init_from}"
-        hf.require_same_base(base, base_sha256, model.base_dtype, where)
+        loaded = hf.load(model.init_from)
+        hf.require_same_base(loaded, base_sha256, f"model.init_from={model.init_from}")
+        _, base = split_adapter(loaded.params)
         params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
         network = network.clone(adapter=None)
     config = json.loads(model.checkpoint or "{}")

@@ -27,6 +27,7 @@ from adloco_jax.engine.memory import (
     largest_peak,
     modes,
     program_peaks,
+    require_room,
 )
 from adloco_jax.engine.model import configured_model, program_spec, spec_of
 from adloco_jax.engine.spec import (
@@ -39,7 +40,7 @@ from adloco_jax.engine.spec import (
     here,
     num_values,
 )
-from adloco_jax.errors import ConfigError, UserError, counted, in_bytes
+from adloco_jax.errors import ConfigError, ResourceError, UserError, counted, in_bytes
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.configured import class_count
@@ -83,7 +84,10 @@ def plan(
     lines = [*corpus.describe().splitlines(), *plan_lines(settings, spec)]
     lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:
-        choice = configured_choice(settings, here())
+        is_open = base_dtype_is_open(settings)
+        settings, choice = fitting_choice(settings, here())
+        if is_open:
+            lines.append(base_dtype_line(settings))
         pool = start(settings.ensemble, settings.batching, choice.max_batch_size, whole_pool=True)
         peaks = program_peaks(pool, choice.programs, settings.batching, settings.switch)
         machine = choice.programs.spec.machine
@@ -105,6 +109,42 @@ def configured_choice(
     return choose(spec, model.loss_of, *groups, allowed=allowed, size=size, on_compile=on_compile)
 
 
+def fitting_choice(
+    settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
+) -> tuple[Settings, Choice]:
+    """Choose as `configured_choice` does; find `model.base_dtype` if it is unset.
+
+    It becomes bfloat16 if the run then fits, else nf4.
+    """
+    if not base_dtype_is_open(settings):
+        return settings, configured_choice(settings, machine, on_compile)
+    wide, narrow = (
+        settings.model_copy(
+            update={"model": settings.model.model_copy(update={"base_dtype": dtype})}
+        )
+        for dtype in ("bfloat16", "nf4")
+    )
+    try:
+        spec = program_spec(wide, configured_model(wide, machine), machine)
+        sizes = wide.ensemble.sizes(whole_pool=True)
+        require_room(spec, sizes, wide.batching.memory_frac)  # on a CPU nothing may be compiled
+        return wide, configured_choice(wide, machine, on_compile)
+    except ResourceError:
+        return narrow, configured_choice(narrow, machine, on_compile)
+
+
+def base_dtype_is_open(settings: Settings) -> bool:
+    """Whether `fitting_choice` is to find how frozen weights are held."""
+    return settings.adapter.rank > 0 and settings.model.base_dtype is None
+
+
+def base_dtype_line(settings: Settings) -> str:
+    """Say which `model.base_dtype` was found."""
+    if settings.model.base_dtype == "nf4":
+        return "found: model.base_dtype=nf4, because bfloat16 does not fit by the plan"
+    return "found: model.base_dtype=bfloat16, which fits by the plan"
+
+
 def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], dict]:
     """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
@@ -114,20 +154,26 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     settings, machine, start_s = validate(config), described(device), time.perf_counter()
     try:
         settings = completed(settings)
-    except UserError:  # without the hub and the text, the config describes the model
-        settings = completed(settings, reads=False)
+    except UserError:
+        if settings.model.init_from:
+            raise
+        settings = completed(settings, reads=False)  # without the text, the config suffices
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
+    is_open = base_dtype_is_open(settings)
     with _progress(device) as on_compile:
         try:
-            choice = configured_choice(settings, machine, on_compile)
+            settings, choice = fitting_choice(settings, machine, on_compile)
         except NothingFits as error:
             peaks, found = error.peaks, [f"Nothing fits: {error}."]
             record |= {"fits": False, "fault": str(error)}
         else:
             peaks, spec = choice.peaks, choice.programs.spec
             found = [*run_header(settings, spec, choice.max_batch_size), _chosen(choice)]
+            if is_open:
+                found.append(base_dtype_line(settings))
             record |= {"fits": True, "mode": str(Mode(spec.sequential, spec.remat))}
+            record["base_dtype"] = settings.model.base_dtype
             record |= {"max_batch_size": choice.max_batch_size, "model_shards": spec.model_shards}
     record["programs"] = {name: peak._asdict() for name, peak in peaks.items()}
     record["largest_bytes"] = largest_peak(peaks)
@@ -212,14 +258,36 @@ _KINDS: dict[str, tuple[int, float, dict[int, str], dict]] = {
         ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
         ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
         *(
-            (f"rtx{n}", int(gib * 2**30), peak, int(rate), f"NVIDIA GeForce RTX {n}", figures)
-            for n, gib, peak, rate, figures in (
-                # what the driver leaves of 8, 12, 16, 24 and 24 GiB
-                (4060, 7.75, 30.2e12, 272e9, _RTX_40 | {"cores": 24, "cache": 25165824}),
-                (3060, 11.75, 25.5e12, 360e9, _RTX_30 | {"cores": 28, "cache": 2359296}),
-                (4080, 15.7, 97.5e12, 716.8e9, _RTX_40 | {"cores": 76, "cache": 67108864}),
-                (3090, 23.69, 71e12, 936.2e9, _RTX_30 | {"cores": 82, "cache": 6291456}),
-                (4090, 23.65, 165.2e12, 1008e9, _RTX_40 | {"cores": 128, "cache": 75497472}),
+            (kind, int(gib * 2**30), peak, int(rate), f"NVIDIA GeForce RTX {number}", figures)
+            for kind, number, gib, peak, rate, figures in (
+                # what the driver leaves of 8, 12, 16, 16, 24 and 24 GiB
+                ("rtx4060", 4060, 7.75, 30.2e12, 272e9, _RTX_40 | {"cores": 24, "cache": 25165824}),
+                ("rtx3060", 3060, 11.75, 25.5e12, 360e9, _RTX_30 | {"cores": 28, "cache": 2359296}),
+                (
+                    "rtx4060ti",
+                    "4060 Ti",
+                    15.7,
+                    44.1e12,
+                    288e9,
+                    _RTX_40 | {"cores": 34, "cache": 33554432},
+                ),
+                (
+                    "rtx4080",
+                    4080,
+                    15.7,
+                    97.5e12,
+                    716.8e9,
+                    _RTX_40 | {"cores": 76, "cache": 67108864},
+                ),
+                ("rtx3090", 3090, 23.69, 71e12, 936.2e9, _RTX_30 | {"cores": 82, "cache": 6291456}),
+                (
+                    "rtx4090",
+                    4090,
+                    23.65,
+                    165.2e12,
+                    1008e9,
+                    _RTX_40 | {"cores": 128, "cache": 75497472},
+                ),
             )
         ),
     )

@@ -37,17 +37,29 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
         )
     assert isinstance(corpus, Corpus)
     tokenizer = corpus.tokenizer
-    row, size = run.heldout.report_EL[0], length // 2
-    if settings.data.is_chat:  # all before the first answer
+    row, size, stops = run.heldout.report_EL[0], length // 2, []
+    if settings.data.is_chat:  # all before the first answer, which then ends by itself
         size = int(np.flatnonzero(row[2 * (length + 1) :])[0])
+        stops = sorted({*tokenizer.ends, *tokenizer.turn_end})
     size = max(1, min(size, settings.model.max_length - count))
     first = row[length + size] if settings.data.row_parts > 1 else 0
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
     def sample(params, base):
-        how = {"num_tokens": count, "temperature": 0.8, "key": jax.random.key(0), "base": base}
-        (tokens,) = fetch(llama.generate(network, params, prompt_1L, **how))
-        parts = (tokens[: size - first], tokens[size - first :])
+        written = llama.generate(
+            network,
+            params,
+            prompt_1L,
+            num_tokens=count,
+            temperature=0.8,
+            key=jax.random.key(0),
+            ends=stops,
+            base=base,
+        )
+        (tokens,) = fetch(written)
+        new = tokens[size - first :]
+        ends = np.flatnonzero(np.isin(new, stops))
+        parts = (tokens[: size - first], new[: ends[0]] if ends.size else new)
         start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)
         return start, text
 
