@@ -531,6 +531,9 @@ class EngineSettings(SettingsGroup):
     trains_here: Annotated[bool | None, AUTO] = None
     """direct, bucket: start a learner on this computer too, with its accelerator. auto: for
     direct."""
+    serves_files: Annotated[bool | None, AUTO] = None
+    """direct, bucket: give learners the prepared rows, and for an adapter the weights, that they
+    lack. auto: for direct."""
     max_learners: Count | None = None
     """Largest number of learners. Unset: one for each worker at the start of the run."""
     quorum: Count | None = None
@@ -552,6 +555,11 @@ class EngineSettings(SettingsGroup):
         """Whether the driver starts a learner on its own computer."""
         return self.kind == "direct" if self.trains_here is None else self.trains_here
 
+    @property
+    def serves(self) -> bool:
+        """Whether the driver gives learners the files that they lack."""
+        return self.kind == "direct" if self.serves_files is None else self.serves_files
+
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
         fields = type(self).model_fields.items()
@@ -572,8 +580,8 @@ class EngineSettings(SettingsGroup):
                     "relay",
                     "is no relay; write off or an https:// address, or leave it empty",
                 )
-        if self.kind == "ray" and self.trains_here:
-            yield "kind trains_here", "ray starts learners itself; unset the second"
+        if self.kind == "ray" and (self.trains_here or self.serves_files):
+            yield "kind trains_here serves_files", "ray does this itself; unset the others"
         if self.quorum and self.max_learners and self.quorum > self.max_learners:
             yield "quorum max_learners", "there are not as many learners; lower the first"
 

@@ -86,7 +86,7 @@ def definitions(folder: Path) -> dict[str, tuple[Path, int, int]]:
     def visit(node: ast.AST, name: str, path: Path) -> None:
         for child in ast.iter_child_nodes(node):
             inner = name
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = f"{name}.{child.name}"
             elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, SCOPES):
                 target = child.targets[0] if isinstance(child, ast.Assign) else child.target

@@ -8,7 +8,7 @@ import time
 import iroh
 import numpy as np
 import pytest
-from learners import threads_that_join
+from learners import KEY, threads_that_join
 from toy import settings_of
 from toy_runs import events, run
 
@@ -334,6 +334,7 @@ def settings_for(kind, address=""):
 @pytest.mark.usefixtures("one_device")
 def test_a_run_over_direct_is_bit_for_bit_that_over_a_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("ADLOCO_KEY", KEY)
     address = f"file://{tmp_path}/bucket"
     ended = {}
     for kind, where in (("bucket", address), ("direct", "")):

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import math
+import os
 import runpy
+import signal
 import threading
 import time
 import types
@@ -314,7 +316,11 @@ def threads_that_join(count, address):
             time.sleep(0.05)
             if where.exists() and where.read_text():
                 where = where.read_text()
-        training.join(where, corpus=corpus(), init_fn=init_fn, loss_fn=bigram_loss)
+        try:
+            training.join(where, corpus=corpus(), init_fn=init_fn, loss_fn=bigram_loss)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGINT)  # or the driver would wait for ever
+            raise
 
     threads = [threading.Thread(target=act, daemon=True) for _ in range(count)]
     for thread in threads:

@@ -19,6 +19,8 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     start = json.loads(sys.stdin.buffer.readline())
     end_with_parent()
+    if start["secret"]:
+        os.environ["ADLOCO_KEY"] = start["secret"]
     try:
         for config in start["configs"]:
             add_entries(config)
@@ -28,6 +30,7 @@ def main() -> int:
             accepts_data=True,  # the driver, on this computer, reads the same
             patience_s=math.inf,
             key=bytes.fromhex(start["key"]),
+            has_files=True,
         )
     except UserError as error:
         print(error, flush=True)

@@ -64,8 +64,7 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the hashes of training rows, held-out rows and tokenizer."""
-        parts = self.tokenizer.fingerprint, len(self.rows), *self.manifest.hashes
-        return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
+        return fingerprint_of(self.manifest, len(self.rows))
 
     @property
     def commit(self) -> str:
@@ -157,6 +156,12 @@ class Corpus:
         )
 
 
+def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
+    """Return `Corpus.fingerprint` of rows with this description."""
+    parts = manifest.fingerprint, num_rows, *manifest.hashes
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
+
+
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
     """Decode a row to one line of at most `max_chars` characters."""
     text = tokenizer.decode(row)
@@ -202,12 +207,19 @@ def load_corpus(
     options = {"num_classes": num_classes, "commit": commit}
     options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
     manifest, arrays = _kept_rows(data, tokenizer, note, options)
-    train, heldout = arrays[:2]
-    if data.row_parts > 1:
-        train, heldout = (DocumentRows(*arrays[side::2]) for side in (0, 1))
+    train, heldout = sides_of(data, arrays)
     order = order_of(settings, len(train), where=where)
     tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
     return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
+
+
+def sides_of(
+    data: DataSettings, arrays: Sequence[np.ndarray]
+) -> tuple[np.ndarray | DocumentRows, np.ndarray | DocumentRows]:
+    """Return the rows to train on and the held-out rows that are in arrays (`ARRAYS`)."""
+    if data.row_parts == 1:
+        return arrays[0], arrays[1]
+    return DocumentRows(*arrays[0::2]), DocumentRows(*arrays[1::2])
 
 
 def _kept_rows(

@@ -33,6 +33,8 @@ from jaxtyping import PyTree
 from adloco_jax import __version__
 from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
+from adloco_jax.elastic.child import own_learner
+from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.formats import (
     DriverHeartbeat,
     LearnerHeartbeat,
@@ -117,7 +119,9 @@ def connected(
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
     invitation = f"to join, on up to {num_learners} machines: {command}"
     keep_key(folder / "key", key)  # before anything is signed with it
-    with driving(store.at(address, key), given, is_over, invitation) as made:
+    there = store.at(address, key)
+    driver = driving(there, given, is_over, invitation, lambda files: files.write_to(there))
+    with own_learner(given, address, is_over, secret=key), driver as made:
         yield made
 
 
@@ -127,18 +131,22 @@ def driving(
     given: LearnerSetup,
     is_over: Callable[[], bool],
     invitation: str,
+    offer: Callable[[Library], None],
     owner: Callable[[RequestId], str] = lambda place: "",
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run whose objects are in a store, and print an invitation.
 
-    `owner` names the learner in a place, if it is known. Otherwise as `connected`.
+    `offer` makes files available to learners; `owner` names the learner in a place, if it is known.
+    Otherwise as `connected`.
     """
     folder, heartbeat_s = Path(given.log).parent, given.settings.engine.heartbeat_s
     there.hold(given.settings.engine.link)
     run = _description(there, given, folder / "id")
+    library = Library(given.files if given.settings.engine.serves else {})
     there.signatures.run, there.signatures.start = run.id, uuid.uuid4().hex
     generation = next_generation(there, run.driver, heartbeat_s)
-    now = {"adloco_jax": __version__, "driver": generation}
+    offer(library)
+    now = {"adloco_jax": __version__, "driver": generation, "files": library.files}
     described = store.to_json(run.model_copy(update=now))
     there.put("run.json", described)
     # Read, so that it is equal to what is found later.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from adloco_jax.config import executed
+from adloco_jax.elastic.learner import LearnerSetup
 from adloco_jax.errors import ResourceError, end_process
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
@@ -25,13 +26,25 @@ _MARK = "  here | "
 
 
 @contextlib.contextmanager
-def own_learner(address: str, key: bytes, is_over: Callable[[], bool]) -> Iterator[None]:
-    """Keep a learner on this computer, as long as the `with` block runs.
+def own_learner(
+    given: LearnerSetup,
+    address: str,
+    is_over: Callable[[], bool],
+    *,
+    key: bytes = b"",
+    secret: str = "",
+) -> Iterator[None]:
+    """Keep a learner on this computer, if the settings say so, as long as the `with` block runs.
 
-    It joins the run at an address; its lines are printed with a mark. If it fails soon after its
-    start, this process ends with ResourceError's code; if later, another is started.
+    It joins the run at an address with its `key`, or with a bucket's `secret`; its lines are
+    printed with a mark. If it fails soon after its start, this process ends with ResourceError's
+    code; if later, another is started.
     """
-    start = json.dumps({"address": address, "key": key.hex(), "configs": [*map(str, executed)]})
+    if given.by_fit or not given.settings.engine.starts_learner:
+        yield
+        return
+    configs = [str(path) for path in executed]
+    start = json.dumps({"address": address, "key": key.hex(), "secret": secret, "configs": configs})
     child = _start(start)
     ended = threading.Event()
 

@@ -16,6 +16,7 @@ from adloco_jax.elastic import bucket, direct, store
 from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
 from adloco_jax.elastic.direct import Ticket, read_ticket, secret_file
+from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.formats import DriverHeartbeat, Refused, RunDescription, array_bytes
 from adloco_jax.elastic.learner import LearnerSetup, state_form
 from adloco_jax.elastic.objects import Memory
@@ -39,6 +40,7 @@ class RunObjects(Memory):
     def __init__(self, folder: Path):
         """Begin with what the last driver has left in the folder, which has then ended."""
         super().__init__(str(folder))
+        self._library = Library({})
         self._file = folder / "run.json"
         if not self._file.exists():
             return
@@ -48,6 +50,17 @@ class RunObjects(Memory):
             run = store.from_json(described, "run.json", RunDescription)
             ended = DriverHeartbeat(count=0, has_ended=True)
             super().put(f"driver/{run.driver}.json", store.to_json(ended))
+
+    def offer(self, library: Library) -> None:
+        """Serve the files of a library, too."""
+        self._library = library
+
+    def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
+        """Return the size of an object and its pieces, or None if there is none."""
+        if not name.startswith("files/"):
+            return super().get(name)
+        data = self._library.read(name)
+        return None if data is None else (len(data), iter([data]))
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -118,10 +131,10 @@ def connected(
         invitation = f"to join from another computer: adloco_jax.join({str(ticket)!r}, ...)"
     try:
         with contextlib.ExitStack() as stack:
-            if engine.starts_learner and not given.by_fit:
-                stack.enter_context(own_learner(str(_here(ticket)), own_key, is_over))
+            own = own_learner(given, str(_here(ticket)), is_over, key=own_key)
+            stack.enter_context(own)
             there = Store(objects, Unneeded())
-            driving = bucket.driving(there, given, is_over, invitation, server.owner)
+            driving = bucket.driving(there, given, is_over, invitation, objects.offer, server.owner)
             yield stack.enter_context(driving)
     finally:
         direct.wait_for(_close(endpoint, server))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from pydantic import Strict
+from pydantic import Field, Strict
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import mean
@@ -61,6 +61,15 @@ def tree_sha256(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
+class ServedFile(Format):
+    """A file that the driver serves (`elastic.files`): of which kind it is, and its content."""
+
+    kind: Annotated[str, Field(pattern="^(rows|weights)$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+    size: Annotated[Count, Field(le=2**40)]
+    root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class RunDescription(Format):
     """`run.json`: what a machine needs to build the run's model and data, and the driver."""
 
@@ -70,6 +79,7 @@ class RunDescription(Format):
     commit: str  # of the data set on the hub; empty if there is none
     settings: dict[str, Any]
     base: str = ""  # hash of the frozen weights; empty if there are none
+    files: list[ServedFile] = []  # that learners who lack them read from the driver
     by_fit: bool = False  # whether learners have to be given model and rows, by `join`
     driver: Count = 0  # number of the newest driver; 0: none has begun
 

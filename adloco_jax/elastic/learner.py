@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class LearnerSetup(NamedTuple):
     # The configured architecture and data source, which a user may have added in the driver.
     entries: tuple[Any, ...] = ()
     log: str = ""  # folder of the learners' logs
+    # Paths of files that the driver can serve, by kind and name (`elastic.files`).
+    files: Mapping[tuple[str, str], Path] = {}
 
 
 class Inputs(NamedTuple):

@@ -25,7 +25,10 @@ _MOST_STREAMS = 32  # of a connection at a time
 _MOST_CONNECTIONS = 4  # of a learner; the oldest is closed
 _MOST_STRANGERS = 64  # connections that have not said the secret yet
 _MOST_LEARNERS = 512  # connections of learners
-_SHARED = re.compile(r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors")
+_SHARED = re.compile(
+    r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors"
+    r"|files/[0-9a-f]{64}/(hashes|\d{1,7})"
+)
 _PLACED = re.compile(
     r"(?P<part>learners|requests|responses)/(?P<generation>\d{1,10})/"
     r"(?P<learner>\d{1,9})-(?P<incarnation>\d{1,9})(\.json|/\d{1,9}\.safetensors)"

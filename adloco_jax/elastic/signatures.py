@@ -66,9 +66,10 @@ class Signatures:
         return content
 
     def _signature(self, name: str, content: bytes) -> bytes:
-        # `run.json` says itself which run it is of, and a driver's heartbeat which start.
+        # `run.json` says itself which run it is of, and a driver's heartbeat which start. Files
+        # stay the same.
         run = "" if name == "run.json" else self.run
-        start = "" if name == "run.json" or name.startswith("driver/") else self.start
+        start = "" if name == "run.json" or name.startswith(("driver/", "files/")) else self.start
         digest = hmac.new(self._key, json.dumps([run, start, name]).encode() + b"\n", "sha256")
         digest.update(content)
         return _MARK + digest.hexdigest().encode()

@@ -17,6 +17,7 @@ from adloco_jax.data import Corpus
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.engine import ElasticEngine
+from adloco_jax.elastic.files import files_of
 from adloco_jax.elastic.learner import LearnerSetup
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import Mode
@@ -173,6 +174,7 @@ def _make_engine(
         fingerprint=run.corpus.fingerprint,
         entries=(ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
         log=str(run.workdir.resolve() / "learners"),
+        files=files_of(run.corpus, model.init_from if run.settings.adapter.rank else ""),
     )
     return ElasticEngine(setup, programs, heldout, ledger.write)
 

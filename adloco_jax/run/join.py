@@ -8,14 +8,17 @@ from typing import Any
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adloco_jax.config import completed, validate
+from adloco_jax.data.files import is_on_hub
 from adloco_jax.data.formats import with_tuples
 from adloco_jax.elastic.bucket_learner import BucketLearner, check_version, opened, read_run
+from adloco_jax.elastic.files import ROWS, WEIGHTS, ServedRows, served_weights
 from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.elastic.learner import Learner, LearnerSetup
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError
 from adloco_jax.host import processes
+from adloco_jax.models.configured import class_count
 from adloco_jax.run.assemble import assemble
 from adloco_jax.settings import Settings
 
@@ -35,6 +38,7 @@ def join(
     patience_s: float = math.inf,
     parts: Parts | None = None,
     key: bytes | None = None,
+    has_files: bool = False,
 ) -> None:
     """Train for a run until it is over, or a signal asks to leave.
 
@@ -43,7 +47,8 @@ def join(
     differ; `workdir`, logs of the rows read; `parts` are for a run of `fit`. Raises ConfigError if
     the bucket, ticket, key, version, data, weights or table entries do not fit, or an address of
     data is not in `own`, without `accepts_data`; ResourceError if the driver cannot be reached, or
-    after `patience_s` seconds without it; and as `assemble` does.
+    after `patience_s` seconds without it; and as `assemble` does. Files that the driver serves are
+    read from it, unless `own` names them, they are on the hub, or this machine `has_files`.
     """
     with opened(url, patience_s, key) as there:
         is_over = False
@@ -52,13 +57,24 @@ def join(
                 run = read_run(there)
             if run is None:
                 return
-            setup = learner_setup(there, run, own, accepts_data, parts)
+            setup = learner_setup(there, run, own, accepts_data, parts, has_files=has_files)
             with processes.stop_requests("leaving when the round under way has ended"):
                 is_over = BucketLearner(there, Learner(setup), setup, workdir, run.id).serve()
 
 
+def _is_on_hub(flat: Mapping[str, Any], key: str) -> bool:
+    name = flat.get(key) or ""
+    return bool(name) and is_on_hub(name, key=key)
+
+
 def learner_setup(
-    bucket: Store, run: RunDescription, own: Mapping[str, str], accepts: bool, parts: Parts | None
+    bucket: Store,
+    run: RunDescription,
+    own: Mapping[str, str],
+    accepts: bool,
+    parts: Parts | None,
+    *,
+    has_files: bool = False,
 ) -> LearnerSetup:
     """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
     check_version(bucket, run.adloco_jax)
@@ -66,7 +82,17 @@ def learner_setup(
         way = "fit: call adloco_jax.join there" if run.by_fit else "train: write adloco join"
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
     flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
-    foreign = [key for key in OWN if key not in own and "://" in str(flat.get(key))]
+    served = set() if has_files else {file.kind for file in run.files}
+    if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(flat, "data.path"):
+        served.discard(ROWS)
+    if "model.init_from" in own or _is_on_hub(flat, "model.init_from"):
+        served.discard(WEIGHTS)
+    if WEIGHTS in served:
+        flat["model.init_from"] = str(served_weights(bucket, run.files))
+    read = [key for key in OWN if key not in own]
+    if ROWS in served:
+        read = ["model.init_from"]
+    foreign = [key for key in read if "://" in str(flat.get(key))]
     if foreign and not (accepts or run.by_fit):
         named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
         raise ConfigError(
@@ -75,6 +101,9 @@ def learner_setup(
         )
     settings = completed(validate(unflatten_dict(flat, sep=".")), reads=False)
     given = parts(settings) if parts else {}
+    if ROWS in served:
+        num_classes = class_count(settings.model)
+        given["corpus"] = ServedRows(bucket, run.files, settings, num_classes=num_classes)
     here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
     corpus, base = here_too.corpus, here_too.model.base
     differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
