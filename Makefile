@@ -1,7 +1,7 @@
 # make demo   trains AdLoCo on the standard library of Python, and writes the report
 # make test   runs the tests; `make slow` runs the long ones
 # make test-core  tests the pure functions alone
-# make check  lint, format, types, and GitHub's files against their schemas
+# make check  lint, format, types, links, drawings, and GitHub's files against their schemas
 # make format  formats the code, and sorts its imports
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
 # make lowest  the same with the lowest versions that pyproject.toml allows, and every public
@@ -90,6 +90,7 @@ check: $(WITH)-check
 	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.citation-file-format CITATION.cff
+	$(RUN) -m pytest -q -m pages tests/docs_test.py
 
 format: $(WITH)-check
 	$(VENV)/bin/ruff check --fix

@@ -409,7 +409,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=arms("small"), default=list(arms("small")))
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument(
-        "--record", type=Path, default=RECORD, help="in place of studies/chat.jsonl"
+        "--record", type=Path, default=RECORD, help="in place of chat.jsonl beside this script"
     )
     given = parser.parse_args()
     for size, arm, seed in itertools.product(given.sizes, given.arms, given.seeds):

@@ -65,6 +65,7 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.pages
 def test_files_that_pages_and_code_name_exist():
     """Pages, docstrings, comments and messages send a reader to files that are there."""
     names = rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w./]+\.(?:md|ipynb|py|toml|jsonl)\b"
@@ -119,6 +120,7 @@ def test_the_reference_says_of_each_public_name_what_its_docstring_says():
     assert [row for row in rows if row not in page] == []
 
 
+@pytest.mark.pages
 def test_the_drawings_are_what_their_script_draws():
     script = runpy.run_path(str(ROOT / "scripts" / "drawings.py"))
     drawn = script["files"]()
@@ -136,6 +138,7 @@ def test_the_page_of_keys_is_what_its_script_writes():
     )
 
 
+@pytest.mark.pages
 def test_pages_read_the_same_on_a_git_host():
     """Only the index and the reference have Sphinx's directives; every link has its file."""
     for page in PAGES:
@@ -160,6 +163,7 @@ def leads_somewhere(page, link):
     return anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+@pytest.mark.pages
 def test_links_lead_from_the_index_to_every_page():
     docs = ROOT / "docs"
     shown = {page.resolve() for page in [*PAGES[1:], *docs.glob("notebooks/*.ipynb")]}
