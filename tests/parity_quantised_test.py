@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SMOLLM2 = os.environ.get("ADLOCO_SMOLLM2")
 SIZES = dict(vocab_size=31, width=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=128)
-QWEN3 = Llama(**SIZES, max_length=32, qk_norm=True, head_size=16)
+QWEN3 = Llama(**SIZES, max_length=32, qk_norm=True)
 LLAMA = Llama(**SIZES, max_length=32, norm_eps=1e-6)
 GEMMA = adapters.GEMMA.clone(width=64, mlp_width=128, query_size=16.0)
 NETWORKS = {
