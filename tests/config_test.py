@@ -172,6 +172,7 @@ CONTRADICTIONS = {
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),
     "an adapter of nothing": dict(adapter__rank=2),
+    "four bits without an adapter": dict(model__base_dtype="nf4"),
     "a classifier's adapter": BERT | dict(adapter__rank=2),
     "no room for a text": BERT | dict(data__sequence_length=2),
     "context": dict(data__sequence_length=513),
