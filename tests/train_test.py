@@ -25,6 +25,7 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run import attempts
 from adloco_jax.run.folder import check_workdir
+from adloco_jax.study import summary
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -183,27 +184,31 @@ def test_muon_trains_what_fit_labels_as_matrices_and_the_header_says_so(tmp_path
 def test_a_run_says_that_its_optimizer_and_rows_are_its_callers(tmp_path, capsys):
     default = {"learning_rate": 0.0004}
     settings = settings_of(num_rounds=1, ensemble=ONE, inner=default, batching=FULL)
-    result = run(tmp_path / "r", settings, inner_tx=optax.lion(1e-3))
+    result = run(tmp_path / "r", settings, inner_tx=optax.lion(1e-3), loss_unit=None)
     said = capsys.readouterr().out
     assert "updates (own optimizer) and a synchronisation (nesterov)" in said
     assert " of own rows per worker and update" in said and ", own model; " in said
     (start,) = events(result.workdir, "start")
     assert start["own"] == ["model", "rows", "inner_tx"]
+    assert_unit_and_perplexity(result.workdir, "")
 
 
-def test_a_loss_has_a_perplexity_only_where_it_is_nats_per_token(tmp_path, capsys):
-    settings = settings_of(num_rounds=1, eval={"every_rounds": 1})
-    for index, unit in enumerate(("nats/token", None)):
-        result = run(tmp_path / str(index), settings, loss_unit=unit)
-        (line,) = events(result.workdir, "eval", trainer="consensus")
-        assert ("perplexity" in line) == (unit == "nats/token")
-        (start,) = events(result.workdir, "start")
-        assert start["loss_unit"] == (unit or "")
-        out = capsys.readouterr().out
-        (shown,) = re.findall(r"^held-out loss +[\d.]+(.*?), .* after round", out, re.MULTILINE)
-        assert shown.strip() == (unit or "") and ("\nperplexity " in out) == (unit == "nats/token")
-        page = (result.workdir / "report" / "index.html").read_text()
-        assert ("nats/token" in page) == (unit == "nats/token")
+def assert_unit_and_perplexity(workdir, unit):
+    """A loss has a perplexity only where it is in nats per token."""
+    is_text = unit == "nats/token"
+    line = events(workdir, "eval", trainer="consensus")[-1]
+    assert ("perplexity" in line) == is_text
+    (start,) = events(workdir, "start")
+    assert start["loss_unit"] == unit
+    table = summary.closing_table(workdir)
+    (shown,) = re.findall(r"^held-out loss +[\d.]+(.*?), .* after round", table, re.MULTILINE)
+    assert shown.strip() == unit and ("\nperplexity " in table) == is_text
+    page = (workdir / "report" / "index.html").read_text()
+    assert ("nats/token" in page) == is_text
+
+
+def test_a_loss_in_nats_per_token_has_a_perplexity(growing):
+    assert_unit_and_perplexity(growing.workdir, "nats/token")
 
 
 class Pair(NamedTuple):
@@ -228,42 +233,40 @@ class Net(nnx.Module):
 
 GRAPH, _, REST = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
 W, KEY, NOTHING = jnp.zeros((6, 6)), jax.random.key(0), jnp.zeros((0, 3))
+# Trees that `fit` accepts, and the array of each that the toy's loss takes.
 TREES = {
-    "nested, odd names": (
-        {"a/b c.\u00e9": [Pair(W, None), jnp.zeros(3)], "more": {}},
-        lambda p: p["a/b c.\u00e9"][0].w,
-    ),
-    "one array": (W, lambda p: p),
+    "odd/name c.\u00e9": ([Pair(W, None), jnp.zeros(3)], lambda p: p[0].w),
+    "empty": ({"more": {}, "w": W}, lambda p: p["w"]),
     "nnx": (nnx.state(Net(nnx.Rngs(0)), nnx.Param), lambda p: nnx.merge(GRAPH, p, REST).w[...]),
     "module": (Module(W), lambda p: p.w),
-    "bfloat16": ({"w": W.astype(jnp.bfloat16)}, lambda p: p["w"].astype(jnp.float32)),
+    "bfloat16": (W.astype(jnp.bfloat16), lambda p: p.astype(jnp.float32)),
 }
-
-
 # One program for the steps: batches do not grow.
 SHORT = {"batching": {"batch_cap": 2}, "merge": APART}
 
 
-@pytest.fixture(scope="module")
-def of_dict(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("dict") / "r", settings_of(num_rounds=2, **SHORT))
+def test_trees_that_fit_accepts_are_saved_resumed_and_exported(tmp_path):
+    """One run trains all trees, by the sum of their losses: each as if it were alone."""
 
+    def sum_of_losses(params, rows):
+        return sum(bigram_loss({"w": w_of(params[key])}, rows) for key, (_, w_of) in TREES.items())
 
-@pytest.mark.parametrize("name", TREES)
-def test_a_tree_that_fit_accepts_is_saved_resumed_and_exported(tmp_path, of_dict, name):
-    tree, w_of = TREES[name]
-    own = {
-        "init_fn": lambda key: tree,
-        "loss_fn": lambda params, rows: bigram_loss({"w": w_of(params)}, rows),
-    }
+    trees = {key: tree for key, (tree, _) in TREES.items()}
+    own = {"init_fn": lambda key: trees, "loss_fn": sum_of_losses}
+    alone = {"init_fn": lambda key: W, "loss_fn": lambda w, rows: bigram_loss({"w": w}, rows)}
     for num_rounds in (1, 2):
-        result = run(tmp_path / "r", settings_of(num_rounds=num_rounds, **SHORT), **own)
+        settings = settings_of(num_rounds=num_rounds, **SHORT)
+        result = run(tmp_path / "r", settings, **own)
+        expected = run(tmp_path / "alone", settings, **alone)  # an array is a tree, too
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 1]
-    assert result.loss == pytest.approx(of_dict.loss, rel=1e-3 if name == "bfloat16" else 1e-6)
-    assert jax.tree.structure(result.params) == jax.tree.structure(tree)
+    assert jax.tree.structure(result.params) == jax.tree.structure(trees)
+    assert result.loss == pytest.approx(len(trees) * expected.loss, rel=1e-3)
     exported = load_file(tmp_path / "r" / "export" / "params.safetensors")
-    trained = w_of(result.params)
-    assert any(np.array_equal(leaf.astype(np.float32), trained) for leaf in exported.values())
+    for key, (_, w_of) in TREES.items():
+        trained = w_of(result.params[key])
+        atol = 1e-2 if key == "bfloat16" else 1e-6
+        np.testing.assert_allclose(trained, expected.params, rtol=1e-4, atol=atol)
+        assert any(np.array_equal(leaf.astype(np.float32), trained) for leaf in exported.values())
 
 
 def two_valleys(params, tokens):
