@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 
@@ -26,11 +26,14 @@ from adloco_jax.data import hub
 from adloco_jax.data.disk import replaced_folder
 from adloco_jax.errors import ConfigError, DataError
 
-_KINDS = ("s3", "gs", "az", "hf", "https", "http")
+_PROTOCOLS = ("s3", "gs", "az", "hf", "https", "http")  # before the "://" of an address
 # What the servers call the properties of a file that differ after its content has changed.
-_VERSIONS = ("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified")
-_VERSIONS += ("lastmodified", "updated", "versionid")
-_OF_FILES = (".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt")
+_VERSION_NAMES = (
+    *("blob_id", "content-md5", "etag", "generation", "last-modified", "last_modified"),
+    *("lastmodified", "updated", "versionid"),
+)
+# A name that ends so is a file, and not the name of a repository on the hub.
+_FILE_ENDINGS = (".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt")
 _KEPT_S = 24 * 60 * 60  # how long what was used stays in the cache
 _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every start
 
@@ -60,6 +63,14 @@ class RemoteFile:
 File = Path | RemoteFile
 
 
+class _CacheEntry(NamedTuple):
+    """A file or folder of the user's cache; entries are ordered by their last use."""
+
+    used_s: float  # time of the last use, in seconds since 1970
+    num_bytes: int
+    path: Path
+
+
 def cache_folder(name: str) -> Path:
     """Return the path of a folder ("data", "programs") in the user's cache; it need not exist."""
     try:
@@ -79,20 +90,23 @@ def trim_cache() -> None:
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
         raise ConfigError(f"ADLOCO_CACHE_GB={gigabytes}: expected a number of gigabytes")
     with contextlib.suppress(OSError):  # no such folder; not this user's; another process deletes
-        entries = []
-        for entry in cache_folder("").glob("*/*"):
-            found = [path.stat() for path in (entry, *entry.rglob("*")) if path.is_file()]
-            last_s = max((max(stat.st_atime, stat.st_mtime) for stat in found), default=0.0)
-            entries.append((last_s, sum(stat.st_size for stat in found), entry))
-        above = sum(size for _, size, _ in entries) - float(gigabytes) * 1e9
-        for last_s, size, entry in sorted(entries):
-            if above <= 0 or last_s > time.time() - _KEPT_S:
+        entries = [_cache_entry(path) for path in cache_folder("").glob("*/*")]
+        excess_bytes = sum(entry.num_bytes for entry in entries) - float(gigabytes) * 1e9
+        for entry in sorted(entries):
+            if excess_bytes <= 0 or entry.used_s > time.time() - _KEPT_S:
                 break
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
+            if entry.path.is_dir():
+                shutil.rmtree(entry.path, ignore_errors=True)
             else:
-                entry.unlink(missing_ok=True)
-            above -= size
+                entry.path.unlink(missing_ok=True)
+            excess_bytes -= entry.num_bytes
+
+
+def _cache_entry(path: Path) -> _CacheEntry:
+    """Add up the sizes of the files in a folder of the cache, and find when one was last used."""
+    stats = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
+    used_s = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=0.0)
+    return _CacheEntry(used_s, sum(stat.st_size for stat in stats), path)
 
 
 def is_address(path: str) -> bool:
@@ -101,6 +115,10 @@ def is_address(path: str) -> bool:
 
 
 def _local_path(name: str, *, key: str) -> Path:
+    """Return the path that the config's `key` gives, with `~` expanded; it need not exist.
+
+    Raises DataError if the system cannot look there: it has a NUL, is too long, or is forbidden.
+    """
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -115,7 +133,7 @@ def is_on_hub(name: str, *, key: str) -> bool:
 
     Raises DataError if the path cannot be followed.
     """
-    if not hub.NAME.fullmatch(name) or name.endswith(_OF_FILES):
+    if not hub.NAME.fullmatch(name) or name.endswith(_FILE_ENDINGS):
         return False
     return not _local_path(name, key=key).exists()
 
@@ -139,111 +157,142 @@ def find(path: str, *, key: str) -> dict[str, File]:
       DataError: If there is no file, or a link leads nowhere.
       hub.Unreachable: If the server does not answer.
     """
-    files, is_folder = (_find_remote if is_address(path) else _find_local)(path, key)
-    if not files:
+    if is_address(path):
+        files, is_folder = _find_remote(path, key)
+    else:
+        files, is_folder = _find_local(path, key)
+    if files:
+        return files
+    left_out = "(names that begin with . or _ are left out)"
+    if is_folder:
+        what = f"an empty folder {left_out}"
+    elif glob.has_magic(path):
+        what = f"no file matches {left_out}"
+    else:
         what = "no such file or folder"
-        if is_folder or glob.has_magic(path):
-            what = "an empty folder" if is_folder else "no file matches"
-            what += " (names that begin with . or _ are left out)"
-        raise DataError(f"{key}={path}: {what}")
-    return files
+    raise DataError(f"{key}={path}: {what}")
 
 
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
+    """Find files as `find` does, perhaps none; also say whether the path is a folder."""
     start = _local_path(path, key=key)
-    base, parts, files = start, ["**"], {}
-    if not start.is_dir():
-        base = next(p for p in start.parents if not glob.has_magic(str(p)))
-        parts = list(start.relative_to(base).parts)
+    if start.is_dir():
+        base, pattern = start, ["**"]
+    else:
+        base = next(parent for parent in start.parents if not glob.has_magic(str(parent)))
+        pattern = list(start.relative_to(base).parts)
+    files = {}  # by the path without links, so that each is read once
     with contextlib.suppress(FileNotFoundError):
-        found = [start] if start.is_file() else _expand(base, parts, set())
+        found = [start] if start.is_file() else _expand(base, pattern, set())
         for file in sorted(found, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
             elif not file.exists():
                 raise DataError(f"{key}={path}: {file} is a link that leads nowhere; remove it")
-    return {f.relative_to(base).as_posix(): f for f in files.values()}, start.is_dir()
+    by_name: dict[str, File] = {file.relative_to(base).as_posix(): file for file in files.values()}
+    return by_name, start.is_dir()
 
 
-def _is_read(name: str, pattern: str) -> bool:
-    is_shown = not name.startswith((".", "_")) or pattern.startswith(name[0])
-    return is_shown and fnmatch.fnmatchcase(name, pattern)
+def _is_read(name: str, wildcard: str) -> bool:
+    """Whether a name matches a part of a glob, which a name with `.` or `_` needs to spell."""
+    is_shown = not name.startswith((".", "_")) or wildcard.startswith(name[0])
+    return is_shown and fnmatch.fnmatchcase(name, wildcard)
 
 
-def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
-    if parts and parts[0] == "**":
-        is_deeper = len(names) > 1 and _is_read(names[0], "*") and _fits(names[1:], parts)
-        return is_deeper or _fits(names, parts[1:] or ["*"])
-    if not names or not parts:
-        return not names and not parts
-    return _is_read(names[0], parts[0]) and _fits(names[1:], parts[1:])
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches a glob, both given by their parts.
+
+    `**` stands for any number of folders, also for none; at the end also for the file in them.
+    """
+    if pattern and pattern[0] == "**":
+        is_folder_read = len(names) > 1 and _is_read(names[0], "*")
+        if is_folder_read and _matches(names[1:], pattern):
+            return True
+        return _matches(names, pattern[1:] or ["*"])
+    if not names or not pattern:
+        return not names and not pattern
+    return _is_read(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
-    visit = folder.resolve(), tuple(parts)
-    if visit in entered:  # for instance because a link leads to a parent folder
+def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path]:
+    """Yield the files in a folder that match the parts of a glob, as in `_matches`.
+
+    `entered` has the folders that were read before, each with its pattern. None is read twice, even
+    if a link leads to a parent folder.
+    """
+    visit = folder.resolve(), tuple(pattern)
+    if visit in entered:
         return
     entered.add(visit)
-    part, rest = parts[0], parts[1:]
-    if part == "**":
+    first, rest = pattern[0], pattern[1:]
+    if first == "**":
         yield from _expand(folder, rest or ["*"], entered)
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and _is_read(entry.name, "*"):
+                yield from _expand(entry, pattern, entered)
+        return
     for entry in sorted(folder.iterdir()):
-        if not _is_read(entry.name, "*" if part == "**" else part):
+        if not _is_read(entry.name, first):
             continue
-        if entry.is_dir():
-            if part == "**" or rest:
-                yield from _expand(entry, parts if part == "**" else rest, entered)
-        elif not rest and part != "**":
+        if entry.is_dir() and rest:
+            yield from _expand(entry, rest, entered)
+        elif not entry.is_dir() and not rest:
             yield entry
 
 
 def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
-    where, kind = f"{key}={path}", path.partition("://")[0]
-    with hub.faults(where):
+    """Find files as `find` does, perhaps none; also say whether the address is of a folder."""
+    protocol = path.partition("://")[0]
+    with hub.faults(f"{key}={path}"):
         system, path = _file_system(path, key)
         system.invalidate_cache()
-        base, parts = path.rstrip("/"), ["**"]
+        base, pattern = path.rstrip("/"), ["**"]
+        is_glob = False
         try:
             about = system.info(path)
+            if about["type"] == "file":
+                return {PurePosixPath(path).name: _remote_file(protocol, about)}, False
         except FileNotFoundError:
             if not glob.has_magic(path):
                 raise
-            about, parts = {"type": "missing"}, path.split("/")
+            is_glob = True
+            parts = path.split("/")
             first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-            base, parts = "/".join(parts[:first]), parts[first:]
-        if about["type"] == "file":
-            return {PurePosixPath(path).name: _remote_file(kind, about)}, False
+            base, pattern = "/".join(parts[:first]), parts[first:]
         # Not `system.glob`, which leaves out an object beside a folder of the same name.
-        depth = None if "**" in parts else len(parts)
+        depth = None if "**" in pattern else len(pattern)
         found = system.find(base, maxdepth=depth, detail=True)
-    names = {name: name.removeprefix(base).lstrip("/") for name in sorted(found)}
-    files: dict[str, File] = {
-        short: _remote_file(kind, found[name])
-        for name, short in names.items()
-        if found[name]["type"] == "file" and short and not name.endswith("/")
-        if _fits(short.split("/"), parts)
-    }
-    return files, about["type"] != "missing"
+    files: dict[str, File] = {}
+    for name in sorted(found):
+        short = name.removeprefix(base).lstrip("/")
+        is_file = found[name]["type"] == "file" and not name.endswith("/")
+        if is_file and short and _matches(short.split("/"), pattern):
+            files[short] = _remote_file(protocol, found[name])
+    return files, not is_glob
 
 
 def _file_system(address: str, key: str) -> tuple[Any, str]:
+    """Return fsspec's file system for an address, and the path in it; refuse what is secret."""
     import fsspec
 
-    kind, _, rest = address.partition("://")
-    has_user = "@" in rest.partition("/")[0] and kind != "az"
-    if kind not in _KINDS or has_user or (kind.startswith("http") and "?" in rest):
+    protocol, _, rest = address.partition("://")
+    # In an address of Azure the part before the @ is a container.
+    has_user = "@" in rest.partition("/")[0] and protocol != "az"
+    has_query = protocol.startswith("http") and "?" in rest
+    if protocol not in _PROTOCOLS or has_user or has_query:
         raise ConfigError(
             f"{key}: is an address; give a path, a name on the Hugging Face hub, or an address that"
-            f" begins with {'://, '.join(_KINDS[:-1])}://, without a user or a query, as a run"
+            f" begins with {'://, '.join(_PROTOCOLS[:-1])}://, without a user or a query, as a run"
             " records its addresses; give access by the environment"
         )
     return fsspec.url_to_fs(address)
 
 
-def _remote_file(kind: str, about: Mapping[str, Any]) -> RemoteFile:
+def _remote_file(protocol: str, about: Mapping[str, Any]) -> RemoteFile:
+    """Make a `RemoteFile` of what fsspec says about a file, in words that differ by server."""
     name = about["name"]
-    address = name if is_address(name) else f"{kind}://{name}"
-    version = (f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSIONS)
+    address = name if is_address(name) else f"{protocol}://{name}"
+    version = [f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSION_NAMES]
     return RemoteFile(address, about.get("size"), tuple(version))
 
 
@@ -325,10 +374,17 @@ def fetched(
 def _copied(
     address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str
 ) -> Path:
+    """Copy files of a remote folder to the user's cache, unless this version is there.
+
+    The arguments are those of `fetched`. Files of folders in the folder are not copied.
+    """
     found: Any = find(address, key=key)
     best = hub.first_match([*found], one_of, f"{key}={address}", hint)
-    names = {name for pattern in (*wanted, best) for name in fnmatch.filter(found, pattern)}
+    names: set[str] = set()
+    for pattern in (*wanted, best):
+        names.update(fnmatch.filter(found, pattern))
     files = {name: found[name] for name in sorted(names) if "/" not in name}
+    # The folder's name is a hash of addresses, sizes and versions.
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
     folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -356,6 +412,7 @@ def download(file: RemoteFile, path: Path) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path, address: str) -> Iterator[None]:
+    """Let a `DataError` of the `with` block name the address instead of the path of its copy."""
     try:
         yield
     except DataError as error:

@@ -37,8 +37,11 @@ from adloco_jax.settings import CHATS, DataSettings
 
 # The longest line of a JSON file, and so the longest document in it. The limit bounds the memory.
 MAX_LINE_BYTES = 2**24
-_TEXTS = ("content", "body", "document", "article", "sentence")  # usual names of a text's column
+# Usual names of a text's column; a message proposes one if the configured one is not there.
+_USUAL_TEXT_COLUMNS = ("content", "body", "document", "article", "sentence")
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+# The bytes with which files of these formats begin.
+_ARROW_FILE, _GZIP = b"ARROW1", b"\x1f\x8b"
 
 
 class Record(NamedTuple):
@@ -134,7 +137,8 @@ def documents_of(
         is out of range, it is labelled but empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
     """
-    number, tokenizer = 0, tokenizer.on(data.date)
+    tokenizer = tokenizer.on(data.date)
+    number = 0
     try:
         for number, row in enumerate(found, 1):
             is_text = not isinstance(row, Record | DataError)
@@ -155,23 +159,29 @@ def documents_of(
 def _document(
     row: Record | DataError, data: DataSettings, num_classes: int | None, tokenizer: Tokenizer
 ) -> Document:
+    """Make the document of a row; `documents_of` catches the DataError of a bad one."""
     if isinstance(row, DataError):
         raise row
-    require_columns(row.columns, _used(data), row.where)
+    used = _used_columns(data)
+    require_columns(row.columns, used, row.where)
     if data.is_chat:
         text, answers = chats.read(row.columns, row.where, data, tokenizer)
         answers = answers._replace(unread=answers.unread.union(row.unread))
         return Document(text, answers=answers)
+
     text = chats.require_text(row.columns[data.text_column], f"{row.where}: {data.text_column!r}")
-    given = {name for name, value in row.columns.items() if value is not None}
-    answers = chats.Answers(unread=frozenset(given.union(row.unread) - _used(data).keys()))
+    unread = {name for name, value in row.columns.items() if value is not None}
+    unread.update(row.unread)
+    unread.difference_update(used)
+    no_answers = chats.Answers(unread=frozenset(unread))
     if num_classes is not None:
-        return Document(text, _label(row, text, data, num_classes), answers)
+        return Document(text, _label(row, text, data, num_classes), no_answers)
     text = chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])])
-    return Document(text, answers=answers)
+    return Document(text, answers=no_answers)
 
 
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
+    """Return the class of a row; DataError if it is none of the model's, or there is no text."""
     label = row.columns[data.label_column]
     if not text or type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
@@ -182,7 +192,10 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
-    """Raise DataError if a table lacks a column, or has it twice; `wanted` maps them to keys."""
+    """Raise DataError if a table lacks a column, or has it twice.
+
+    `wanted` maps the name of each column to the config's key that names it, as `_used_columns`.
+    """
     columns = list(columns)
     missing = wanted.keys() - columns
     if missing and {"chosen", "rejected"} <= {*columns}:
@@ -193,13 +206,17 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
             columns,
         )
     for column, key in wanted.items():
-        if (count := columns.count(column)) != 1:
-            likely = (*CHATS, *_TEXTS) if key == "text_column" else ()
-            other = next((name for name in likely if {*name.split("+")} <= {*columns}), "NAME")
-            need = f"have {', '.join(columns)}; set data.{key}={other}"
-            raise MissingColumn(
-                f"{where}: {count or 'no'} field{'s' * (count > 1)} {column!r}, {need}", columns
-            )
+        count = columns.count(column)
+        if count == 1:
+            continue
+        other = "NAME"
+        if key == "text_column":
+            # The name of a column of chats may join two columns by a plus.
+            likely = (*CHATS, *_USUAL_TEXT_COLUMNS)
+            other = next((name for name in likely if {*name.split("+")} <= {*columns}), other)
+        have = f"{count} fields" if count else "no field"
+        need = f"have {', '.join(columns)}; set data.{key}={other}"
+        raise MissingColumn(f"{where}: {have} {column!r}, {need}", columns)
 
 
 # -- The sources -----------------------------------------------------------------------------
@@ -224,15 +241,20 @@ def stdlib_files() -> list[Path]:
     """List the files that `stdlib_documents` reads."""
     files = []
     for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = [f for f in folders if f.isidentifier() and f not in _TEST_FOLDERS]
-        names = [name for name in names if not name.startswith("_sysconfigdata")]
-        files += [Path(at, name) for name in names if name.endswith(".py")]
+        # `os.walk` enters the folders that stay in the list. Packages are identifiers, and folders
+        # such as site-packages or lib-dynload are not.
+        folders[:] = [name for name in folders if name.isidentifier() and name not in _TEST_FOLDERS]
+        for name in names:
+            # The files _sysconfigdata… describe how this Python was built.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                files.append(Path(at, name))
     return sorted(files, key=Path.as_posix)
 
 
 def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
     """Yield the whole text of a file as one document, unless the file is empty."""
-    if text := read_text(file):
+    text = read_text(file)
+    if text:
         yield text
 
 
@@ -243,26 +265,27 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataErr
     """
     with _faults(file), _opened(file) as lines:
         for number in itertools.count(1):
-            line, where = lines.readline(MAX_LINE_BYTES + 1), f"{file}:{number}"
-            if not line and number == 1:
-                raise DataError(f"{file}: empty, need one JSON object per line")
-            if not line:
+            line = lines.readline(MAX_LINE_BYTES + 1)  # one byte more shows that it is too long
+            if number == 1:
+                if not line:
+                    raise DataError(f"{file}: empty, need one JSON object per line")
+                line = line.removeprefix(codecs.BOM_UTF8)
+            elif not line:
                 return
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                yield _json_row(line, where)
+                yield _json_row(line, f"{file}:{number}")
 
 
 def table_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each row of a table, with the reader for the ending of the file's name."""
-    suffix = Path(file.name.removesuffix(".gz")).suffix
-    if (read := _BY_ENDING.get(suffix)) is None:
+    documents = _DOCUMENTS_BY_ENDING.get(Path(file.name.removesuffix(".gz")).suffix)
+    if documents is None:
         raise DataError(
             f"{file}: data.source=hf reads data sets of the hub, and files that end in"
-            f" {', '.join(_BY_ENDING)}; data.source=text reads plain text, and a glob leaves other"
-            " files out"
+            f" {', '.join(_DOCUMENTS_BY_ENDING)}; data.source=text reads plain text, and a glob"
+            " leaves other files out"
         )
-    return read(file, data)
+    return documents(file, data)
 
 
 def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
@@ -272,24 +295,26 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
-    last = 0  # line of the end of the last whole row
+    last_line = 0  # number of the line on which the last whole row ends
     with _faults(file), _opened(file) as content:
         lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
-            require_columns(rows.fieldnames or (), _used(data), str(file))
-            last = rows.line_num
+            require_columns(rows.fieldnames or (), _used_columns(data), str(file))
+            last_line = rows.line_num
             for row in rows:
-                where, last = f"{file}:{rows.line_num}", rows.line_num
-                if None in row:
+                last_line = rows.line_num
+                where = f"{file}:{last_line}"
+                if None in row:  # the key under which `csv` puts cells behind the last column
                     yield DataError(f"{where}: more cells than there are columns")
                     continue
-                if re.fullmatch(r"-?\d{1,18}", row.get(data.label_column) or ""):
-                    row[data.label_column] = int(row[data.label_column])
+                label = row.get(data.label_column) or ""
+                if re.fullmatch(r"-?\d{1,18}", label):  # 18 digits fit in an int64
+                    row[data.label_column] = int(label)
                 yield Record(where, row)
         except csv.Error as error:
             why = f"damaged ({error}); a quote may not close"
-            raise DataError(f"{file}:{last + 1}: {why}") from error
+            raise DataError(f"{file}:{last_line + 1}: {why}") from error
 
 
 def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -297,9 +322,10 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     import pyarrow.parquet
 
     with _faults(file, pyarrow.ArrowException), _opened(file) as content:
-        rows = pyarrow.parquet.ParquetFile(content)
-        columns, unread = _read_columns(rows.schema_arrow.names, data, str(file))
-        yield from _arrow_records(rows.iter_batches(1024, columns=columns), file, unread)
+        table = pyarrow.parquet.ParquetFile(content)
+        columns, unread = _columns_to_read(table.schema_arrow.names, data, str(file))
+        batches = table.iter_batches(batch_size=1024, columns=columns)  # rows in memory at a time
+        yield from _arrow_records(batches, file, unread)
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
@@ -307,19 +333,22 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     import pyarrow.ipc
 
     with _faults(file, pyarrow.ArrowException), _opened(file) as content:
-        if content.peek(6)[:6] == b"ARROW1":
-            rows = pyarrow.ipc.open_file(content)
-            batches = map(rows.get_batch, range(rows.num_record_batches))
+        is_file = content.peek(len(_ARROW_FILE)).startswith(_ARROW_FILE)
+        if is_file:
+            table = pyarrow.ipc.open_file(content)
+            batches = map(table.get_batch, range(table.num_record_batches))
         else:
-            rows = batches = pyarrow.ipc.open_stream(content)
-        columns, unread = _read_columns(rows.schema.names, data, str(file))
+            table = pyarrow.ipc.open_stream(content)
+            batches = iter(table)
+        columns, unread = _columns_to_read(table.schema.names, data, str(file))
         yield from _arrow_records((batch.select(columns) for batch in batches), file, unread)
 
 
 def _arrow_records(batches: Iterable[Any], file: Path, unread: Sequence[str]) -> Iterator[Record]:
+    """Yield a record for each row of pyarrow's batches; `unread` are the columns left out."""
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, columns in enumerate(rows, 1):
-        columns = {name: _without_none(value) for name, value in columns.items()}
+    for number, row in enumerate(rows, 1):
+        columns = {name: _without_none(value) for name, value in row.items()}
         yield Record(f"{file}: row {number}", columns, unread)
 
 
@@ -327,34 +356,46 @@ def _without_none(value: Any) -> Any:
     """Leave out fields without a value; in a table all objects of a column have the same fields."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
 
 
 @contextlib.contextmanager
-def _faults(file: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Call a file damaged if reading fails, unless too many files are open."""
+def _faults(file: Path, *more_errors: type[Exception]) -> Iterator[None]:
+    """Call a file damaged (DataError) if the block cannot read it, unless too many are open.
+
+    `more_errors` are classes of errors that the file's reader raises for a damaged file.
+    """
     try:
         yield
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, *kinds) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, *more_errors) as error:
         if getattr(error, "errno", None) in TOO_MANY_FILES:
             raise ResourceError(f"{file}: {reason(error)}; {remedy(error)}") from error
         why = f"damaged or unreadable ({reason(error, 200)}); a glob can leave it out"
         raise DataError(f"{file}: {why}") from error
 
 
-def _used(data: DataSettings) -> dict[str, str]:
-    """Return the columns to read, each with the key of the config that names it."""
+def _used_columns(data: DataSettings) -> dict[str, str]:
+    """Return the columns that a table must have, each with the config's key that names it."""
+    # The name of a column of chats may join two columns by a plus: prompt+completion.
     texts = data.text_column.split("+") if data.is_chat else [data.text_column]
-    names = dict.fromkeys(texts, "text_column") | {data.label_column: "label_column"}
-    return {column: key for column, key in names.items() if column}
+    used = dict.fromkeys(texts, "text_column")
+    used[data.label_column] = "label_column"
+    return {column: key for column, key in used.items() if column}
 
 
-def _read_columns(names: Sequence[str], data: DataSettings, where: str) -> tuple[list, list]:
-    """Return the columns of a table to read, and the others."""
-    require_columns(names, used := _used(data), where)
+def _columns_to_read(names: Sequence[str], data: DataSettings, where: str) -> tuple[list, list]:
+    """Divide the columns of a table, `names`, into those to read and the others.
+
+    Raises DataError if one that the config names is missing.
+    """
+    used = _used_columns(data)
+    require_columns(names, used, where)
+    wanted = list(used)
     if data.is_chat:
-        used |= dict.fromkeys(name for name in chats.BESIDE if name in names)
-    return [*used], [name for name in names if name not in used]
+        wanted += [name for name in chats.BESIDE if name in names and name not in used]
+    return wanted, [name for name in names if name not in wanted]
 
 
 def read_text(file: Path) -> str:
@@ -378,33 +419,44 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
       DataError: If there is no newline to cut at.
     """
     target = (1 - heldout_frac) * len(text)
-    blank_line, newline = r"(?<=\n\n)|(?<=\r\n\r\n)", r"(?<=\n)"
-    for pattern, slack in ((blank_line, heldout_frac * len(text) / 2), (newline, len(text))):
-        ends = (match.end() for match in re.finditer(pattern, text) if match.end() < len(text))
-        cut = min(ends, key=lambda end: abs(end - target), default=0)
-        if cut and abs(cut - target) <= slack:
-            return text[:cut], text[cut:]
+    half_of_heldout = heldout_frac * len(text) / 2
+    cut = _nearest_end(r"(?<=\n\n)|(?<=\r\n\r\n)", text, target)
+    if not cut or abs(cut - target) > half_of_heldout:
+        cut = _nearest_end(r"(?<=\n)", text, target)
+    if cut:
+        return text[:cut], text[cut:]
     raise DataError(
         f"{where}: the only document has no line break to cut a held-out part off at; need two "
         "documents, or data.heldout_path"
     )
 
 
+def _nearest_end(pattern: str, text: str, target: float) -> int:
+    """Return the end of the match nearest to a position, before the text's end; 0: no match."""
+    ends = (match.end() for match in re.finditer(pattern, text) if match.end() < len(text))
+    return min(ends, key=lambda end: abs(end - target), default=0)
+
+
 @contextlib.contextmanager
 def _opened(file: File) -> Iterator[Any]:
-    """Open a file, by gzip if it begins so: a server may compress or decompress it on the way."""
+    """Open a file; decompress what begins like gzip, whatever its name.
+
+    A server may compress or decompress a file on the way.
+    """
     with file.open() if isinstance(file, RemoteFile) else open(file, "rb") as content:
-        yield gzip.open(content) if content.peek(2)[:2] == b"\x1f\x8b" else content
+        is_gzip = content.peek(len(_GZIP)).startswith(_GZIP)
+        yield gzip.open(content) if is_gzip else content
 
 
 def _json_row(line: bytes, where: str) -> Record | DataError:
+    """Make the record of a line of JSON; return what is wrong with a line that has none."""
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         return DataError(f"{where}: not one JSON object per line ({error})")
-    if isinstance(record, list) and record and chats.is_chat(record):  # nanochat's
+    if isinstance(record, list) and record and chats.is_chat(record):  # a line of nanochat's files
         record = {"messages": record}
     if not isinstance(record, dict):
         return DataError(f"{where}: have a JSON {type(record).__name__}, need one object per line")
@@ -435,40 +487,44 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
         except ValueError as error:  # no such configuration or split; those that exist are listed
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
         if dataset.features is not None:
-            columns, unread = _read_columns([*dataset.features], data, where)
+            columns, unread = _columns_to_read([*dataset.features], data, where)
             dataset = dataset.select_columns(columns)
-    count = dataset.num_shards
+    num_files = dataset.num_shards
 
     def records(index: int, path: None) -> Iterator[Record]:
+        """Yield the records of a file of the split; there is no local file, so `path` is None."""
         with hub.faults(f"{where}, file {index}"):
-            for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
+            for number, row in enumerate(dataset.shard(num_shards=num_files, index=index), 1):
                 columns = {name: _without_none(value) for name, value in row.items()}
                 yield Record(f"{where}, file {index}: row {number}", columns, unread)
 
     stem = "/".join(part for part in (data.path, data.name, split) if part)
     return [
-        Part(f"{stem}/{index:05d}-of-{count:05d}", None, functools.partial(records, index))
-        for index in range(count)
+        Part(f"{stem}/{index:05d}-of-{num_files:05d}", None, functools.partial(records, index))
+        for index in range(num_files)
     ]
 
 
-_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError]]] = {
-    **dict.fromkeys((".csv", ".tsv"), csv_documents),
-    **dict.fromkeys((".json", ".jsonl"), jsonl_documents),
-    **{".parquet": parquet_documents, ".arrow": arrow_documents},
+_DOCUMENTS_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError]]] = {
+    ".csv": csv_documents,
+    ".tsv": csv_documents,
+    ".json": jsonl_documents,
+    ".jsonl": jsonl_documents,
+    ".parquet": parquet_documents,
+    ".arrow": arrow_documents,
 }
 
 
 # -- The table -------------------------------------------------------------------------------
 
-_PARTS = "only hf has configurations, splits and revisions; leave it as it is"
-_NO_PARTS = dict.fromkeys(("name", "split", "revision", "heldout_split"), _PARTS)
-_COLUMNS = ("path", "text_column")
+_ONLY_HF = "only hf has configurations, splits and revisions; leave it as it is"
+_KEYS_OF_HF = dict.fromkeys(("name", "split", "revision", "heldout_split"), _ONLY_HF)
+_TABLE_NEEDS = ("path", "text_column")
 
 DATA_SOURCES: dict[str, DataSource] = {
-    "stdlib": DataSource(stdlib_documents, needs=(), refuses=_NO_PARTS, version=1),
-    "text": DataSource(text_documents, refuses=_NO_PARTS, cuts_single_file=True, version=1),
-    "jsonl": DataSource(jsonl_documents, _COLUMNS, _NO_PARTS, version=1),
-    "parquet": DataSource(parquet_documents, _COLUMNS, _NO_PARTS, version=1),
-    "hf": DataSource(table_documents, _COLUMNS, version=1, is_hub=True),
+    "stdlib": DataSource(stdlib_documents, needs=(), refuses=_KEYS_OF_HF, version=1),
+    "text": DataSource(text_documents, refuses=_KEYS_OF_HF, cuts_single_file=True, version=1),
+    "jsonl": DataSource(jsonl_documents, _TABLE_NEEDS, refuses=_KEYS_OF_HF, version=1),
+    "parquet": DataSource(parquet_documents, _TABLE_NEEDS, refuses=_KEYS_OF_HF, version=1),
+    "hf": DataSource(table_documents, _TABLE_NEEDS, version=1, is_hub=True),
 }
