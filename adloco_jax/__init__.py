@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the public names, for type checkers
     from adloco_jax.loop.adloco import State as State
     from adloco_jax.models.architectures import ARCHITECTURES as ARCHITECTURES
     from adloco_jax.models.architectures import Architecture as Architecture
-    from adloco_jax.run.trackers import LOGGERS as LOGGERS
+    from adloco_jax.run.watching.loggers import LOGGERS as LOGGERS
     from adloco_jax.training import Result as Result
     from adloco_jax.training import fit as fit
     from adloco_jax.training import join as join
@@ -83,7 +83,7 @@ _HOMES = {
     "elastic.transport": "TRANSPORTS Transport TransportEntry",
     "loop.adloco": "State",
     "models.architectures": "ARCHITECTURES Architecture",
-    "run.trackers": "LOGGERS",
+    "run.watching.loggers": "LOGGERS",
     "training": "Result fit join train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

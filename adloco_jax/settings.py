@@ -587,7 +587,7 @@ class EngineSettings(SettingsGroup):
 
 
 class LogSettings(SettingsGroup):
-    """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
+    """What the terminal and trackers show; see `adloco_jax.run.watching.loggers`."""
 
     every_rounds: Count = 1
     """Rounds from one line on the terminal to the next."""

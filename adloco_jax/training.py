@@ -37,8 +37,6 @@ from adloco_jax.host import processes
 from adloco_jax.loop.adloco import Boundary, Diverged, Observer, State, Stopped, adloco
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.configured import InitFn
-from adloco_jax.run.arguments import check_own, check_rules, own_model
-from adloco_jax.run.assemble import Run, assemble
 from adloco_jax.run.attempts import (
     Attempt,
     Failures,
@@ -47,10 +45,12 @@ from adloco_jax.run.attempts import (
     last_checkpoint,
     require_equal_processes,
 )
-from adloco_jax.run.export import write_consensus
-from adloco_jax.run.folder import exclusive, how_to_resume
+from adloco_jax.run.before.assemble import Run, assemble
+from adloco_jax.run.before.checks import check_own, check_rules, own_model
+from adloco_jax.run.before.estimate import base_dtype_is_open, base_dtype_line, fitting_choice
 from adloco_jax.run.join import join as join_run
-from adloco_jax.run.plan import base_dtype_is_open, base_dtype_line, fitting_choice
+from adloco_jax.run.kept.export import write_consensus
+from adloco_jax.run.kept.folder import exclusive, how_to_resume
 from adloco_jax.settings import Config, Settings
 from adloco_jax.study import report
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from adloco_jax import main
 from adloco_jax.engine import local
-from adloco_jax.run import checkpoint, ledger
+from adloco_jax.run.kept import checkpoint, ledger
 
 
 class LedgerFile(io.FileIO):

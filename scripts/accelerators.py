@@ -33,7 +33,7 @@ from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_sequential, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.plan import described, device_plan  # noqa: E402
+from adloco_jax.run.before.estimate import described, device_plan  # noqa: E402
 from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)

@@ -40,7 +40,7 @@ from adloco_jax.data.rows import prepare
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 from adloco_jax.training import fit
 
 SMALL = SHAPES["small"]

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from adloco_jax import main as cli  # noqa: E402
 from adloco_jax.run import checkpoint  # noqa: E402
-from adloco_jax.run.ledger import read  # noqa: E402
+from adloco_jax.run.kept.ledger import read  # noqa: E402
 
 _TINY = """model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
     model.mlp_width=32 model.max_length=16 data.sequence_length=16 data.num_sequences=500

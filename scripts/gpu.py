@@ -50,7 +50,7 @@ from adloco_jax.data.disk import replaced_file
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.models.configured import build_network
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

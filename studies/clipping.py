@@ -25,7 +25,7 @@ import numpy as np
 from adloco_jax import TRANSPORTS, TransportEntry, train
 from adloco_jax.configs import diloco
 from adloco_jax.elastic import learner as learners
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 
 ROOT = Path(__file__).resolve().parents[1]
 InMemory: Any = runpy.run_path(str(ROOT / "examples" / "transport.py"))["InMemory"]

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.folder import InUse, finished
+from adloco_jax.run.kept.folder import InUse, finished
 from adloco_jax.settings import OPTIONS
 from adloco_jax.study.curves import heldout_points
 from adloco_jax.training import train

@@ -27,8 +27,8 @@ from adloco_jax.loop import growth as batch_sizes
 from adloco_jax.loop import plans as planning
 from adloco_jax.loop.adloco import Boundary, State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
-from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.restore import read_control
+from adloco_jax.run.kept.checkpoint import Damaged
+from adloco_jax.run.kept.restore import read_control
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -18,7 +18,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama, hf
 from adloco_jax.models.configured import build_model, build_network
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

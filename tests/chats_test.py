@@ -27,7 +27,7 @@ from adloco_jax.data.prepared import row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.configured import build_model
-from adloco_jax.run.folder import write_config
+from adloco_jax.run.kept.folder import write_config
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -16,8 +16,8 @@ import pytest
 
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.host import processes
-from adloco_jax.run import checkpoint
-from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
 from probes import crashes
 
 

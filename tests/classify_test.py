@@ -21,8 +21,8 @@ from adloco_jax.engine.spec import here
 from adloco_jax.errors import DataError
 from adloco_jax.models import hf
 from adloco_jax.run import join
-from adloco_jax.run.export import read_trained
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.export import read_trained
+from adloco_jax.run.kept.ledger import read
 from adloco_jax.study import summary
 from adloco_jax.training import train
 

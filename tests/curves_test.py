@@ -7,7 +7,7 @@ import pytest
 from ledgers import round_line, write_run
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.kept.ledger import Ledger
 from adloco_jax.study import curves, summary
 
 

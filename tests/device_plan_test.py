@@ -15,8 +15,8 @@ from adloco_jax.config import default_config
 from adloco_jax.engine.spec import TAKEN, Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
-from adloco_jax.run import plan as plan_module
-from adloco_jax.run.plan import described, device_plan, kinds
+from adloco_jax.run.before import estimate as plan_module
+from adloco_jax.run.before.estimate import described, device_plan, kinds
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -21,7 +21,7 @@ from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.kernels import ATTENTION
-from adloco_jax.run.plan import plan
+from adloco_jax.run.before.estimate import plan
 from adloco_jax.training import fit
 
 LENGTH = 36  # two blocks of queries

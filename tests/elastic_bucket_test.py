@@ -37,7 +37,7 @@ from adloco_jax.engine.model import spec_of
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import join as run_join
-from adloco_jax.run.folder import recorded_settings
+from adloco_jax.run.kept.folder import recorded_settings
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -21,8 +21,8 @@ from adloco_jax.elastic.formats import USES
 from adloco_jax.engine.memory import Peak
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.host import processes
-from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.observers import Evaluator
+from adloco_jax.run.kept.checkpoint import list_rounds
+from adloco_jax.run.watching.observers import Evaluator
 from adloco_jax.study import summary
 from probes import runs
 

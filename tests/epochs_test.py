@@ -11,8 +11,8 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import count_round
 from adloco_jax.loop.plans import is_over, round_plans
-from adloco_jax.run.describe import length_lines, longer_lines
-from adloco_jax.run.folder import check_config, write_config
+from adloco_jax.run.before.describe import length_lines, longer_lines
+from adloco_jax.run.kept.folder import check_config, write_config
 
 
 def epochs_of(num_epochs, *, workers=2, batch=4, steps=50, **more):

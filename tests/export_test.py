@@ -24,8 +24,8 @@ from adloco_jax.models import hf, llama
 from adloco_jax.models.configured import build_network
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import attempts
-from adloco_jax.run.export import read_trained, write_consensus
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.export import read_trained, write_consensus
+from adloco_jax.run.kept.ledger import read
 from adloco_jax.settings import OPTIONS, SIZES
 from adloco_jax.training import train
 

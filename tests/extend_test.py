@@ -24,7 +24,7 @@ from adloco_jax.cli.names import load_config
 from adloco_jax.config import validate
 from adloco_jax.core.batching import BatchTest
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 from adloco_jax.settings import OPTIONS
 from adloco_jax.training import fit
 

@@ -11,7 +11,7 @@ from hubs import ROOT, TOKENIZER, add_qwen3, served
 
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.models import hf
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from ledgers import write_run
 
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, Trainer
-from adloco_jax.run.ledger import Ledger, cut, read
+from adloco_jax.run.kept.ledger import Ledger, cut, read
 from scripts.golden import deterministic_lines
 
 

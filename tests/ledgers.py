@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 from adloco_jax.config import default_config, validate
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.kept.ledger import Ledger
 
 LENGTH = 16  # tokens per sequence; every trainer makes 4 updates per round
 # Six rounds, max_batch_size 8, switch multiplier 2, four workers; trainer 1 merges into 2 after

@@ -24,8 +24,8 @@ from adloco_jax.cli.train import configure
 from adloco_jax.config import completed
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.configured import build_model
-from adloco_jax.run import folder as run_folder
-from adloco_jax.run.folder import check_workdir, recorded_settings, write_config
+from adloco_jax.run.kept import folder as run_folder
+from adloco_jax.run.kept.folder import check_workdir, recorded_settings, write_config
 from adloco_jax.settings import OPTIONS, default_of, meaning
 from probes import crashes
 
@@ -525,7 +525,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(
 
 def test_a_folder_that_is_taken_is_refused_before_data_are_loaded(elsewhere, capsys, monkeypatch):
     refuse = mock.Mock(side_effect=AssertionError)
-    monkeypatch.setattr("adloco_jax.run.assemble.load_corpus", refuse)
+    monkeypatch.setattr("adloco_jax.run.before.assemble.load_corpus", refuse)
     (elsewhere / "run").mkdir()
     with FileLock(elsewhere / "run" / ".lock"):
         assert cli.main(TINY) == 2

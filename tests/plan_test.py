@@ -16,10 +16,10 @@ from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey, here
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama, hf
-from adloco_jax.run import describe
-from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.folder import write_config
-from adloco_jax.run.plan import plan
+from adloco_jax.run.before import describe
+from adloco_jax.run.before.checks import check_inputs
+from adloco_jax.run.before.estimate import plan
+from adloco_jax.run.kept.folder import write_config
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

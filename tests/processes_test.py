@@ -18,8 +18,8 @@ from adloco_jax import errors
 from adloco_jax.data.hub import Unreachable
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.host import processes
-from adloco_jax.run.folder import exclusive
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.folder import exclusive
+from adloco_jax.run.kept.ledger import read
 from scripts.golden import deterministic_lines
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey
 from adloco_jax.host.terminal import say
 from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
-from adloco_jax.run.terminal import Progress, describe_growth, describe_round
+from adloco_jax.run.watching.terminal import Progress, describe_growth, describe_round
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ from trees import assert_equal
 from adloco_jax import main as cli
 from adloco_jax.cli.names import find_config, load_config
 from adloco_jax.models import hf
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.kept.ledger import Ledger
 from adloco_jax.study import card
 from adloco_jax.training import train
 

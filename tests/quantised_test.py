@@ -23,7 +23,7 @@ from adloco_jax.models import Llama, hf, llama
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise
-from adloco_jax.run.plan import base_dtype_line, fitting_choice
+from adloco_jax.run.before.estimate import base_dtype_line, fitting_choice
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
 PLAIN = Llama(**SIZES, vocab_size=257, max_length=32)

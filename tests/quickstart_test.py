@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 
 ROOT = Path(__file__).parents[1]
 

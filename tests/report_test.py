@@ -12,7 +12,7 @@ from ledgers import ROUNDS, round_line, write_run
 
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.kept.ledger import Ledger
 from adloco_jax.study import curves, report, summary
 
 

@@ -21,8 +21,8 @@ from adloco_jax.engine import local
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
 from adloco_jax.host import processes
-from adloco_jax.run import checkpoint
-from adloco_jax.run.folder import check_config, exclusive, recorded_settings, write_config
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.folder import check_config, exclusive, recorded_settings, write_config
 from adloco_jax.settings import OPTIONS, change
 
 pytestmark = pytest.mark.usefixtures("one_device")

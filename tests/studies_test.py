@@ -9,7 +9,7 @@ from ledgers import round_line, start_line
 from toy import config_of
 
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.kept.ledger import Ledger
 from adloco_jax.study import curves, summary
 from studies import compare, results, tables, track
 from studies.cluster import Cluster

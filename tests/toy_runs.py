@@ -10,7 +10,7 @@ import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import Preempted
-from adloco_jax.run.ledger import read
+from adloco_jax.run.kept.ledger import read
 from adloco_jax.training import fit
 from scripts.golden import deterministic_lines
 

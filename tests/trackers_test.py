@@ -9,7 +9,7 @@ import pytest
 from toy import settings_of
 from toy_runs import GROWING, assert_same_end, events, run
 
-from adloco_jax.run import trackers
+from adloco_jax.run.watching import loggers as trackers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -24,7 +24,7 @@ from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run import attempts
-from adloco_jax.run.folder import check_workdir
+from adloco_jax.run.kept.folder import check_workdir
 from adloco_jax.study import summary
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -69,7 +69,7 @@ def join(options: argparse.Namespace, command: str) -> None:
 def export(options: argparse.Namespace, command: str) -> None:
     """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
     from adloco_jax.engine.spec import here
-    from adloco_jax.run.export import read_trained, save
+    from adloco_jax.run.kept.export import read_trained, save
     from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
@@ -104,7 +104,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.engine.model import layer_form
     from adloco_jax.engine.spec import here
     from adloco_jax.models import hf, llama
-    from adloco_jax.run.folder import refuse_fit
+    from adloco_jax.run.kept.folder import refuse_fit
 
     add_entries(options.config)
     model = options.model

@@ -48,7 +48,7 @@ def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
-    from adloco_jax.run.folder import recorded_config
+    from adloco_jax.run.kept.folder import recorded_config
 
     run = Path(options.name)
     if options.size:
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.host import processes
-    from adloco_jax.run.folder import earlier, finished, how_to_resume
+    from adloco_jax.run.kept.folder import earlier, finished, how_to_resume
     from adloco_jax.study import report
 
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace, command: str) -> None:
     _connect(options, needs_folder=False)
     from adloco_jax.elastic.transport import require_known_engine
     from adloco_jax.host import processes
-    from adloco_jax.run import plan as plans
+    from adloco_jax.run.before import estimate as plans
 
     require_known_engine(settings.engine.kind)
     accept, workdir = options.accept_config_change, options.workdir
@@ -118,7 +118,7 @@ def plan(options: argparse.Namespace, command: str) -> None:
 def _plan_devices(options: argparse.Namespace) -> None:
     """Print the kinds of devices that are known, or the plan of a run on one that is not here."""
     with _without_native_messages():
-        from adloco_jax.run.plan import check_kind, device_plan, kinds
+        from adloco_jax.run.before.estimate import check_kind, device_plan, kinds
 
         if options.device == "":
             print(*kinds(), sep="\n")

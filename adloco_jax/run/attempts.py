@@ -29,17 +29,18 @@ from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.loop.plans import is_over
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run import checkpoint, observers
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.describe import label_lines, length_lines, longer_lines, run_header
-from adloco_jax.run.folder import how_to_resume, write_config
-from adloco_jax.run.ledger import Ledger, cut, read
-from adloco_jax.run.plan import most_tokens_per_s
-from adloco_jax.run.restore import begin_control, host_record, initial_ensemble, restore
-from adloco_jax.run.samples import sampler
-from adloco_jax.run.terminal import Progress
-from adloco_jax.run.trackers import Trackers
+from adloco_jax.run.before.assemble import Run
+from adloco_jax.run.before.describe import label_lines, length_lines, longer_lines, run_header
+from adloco_jax.run.before.estimate import most_tokens_per_s
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.checkpoint import Saver
+from adloco_jax.run.kept.folder import how_to_resume, write_config
+from adloco_jax.run.kept.ledger import Ledger, cut, read
+from adloco_jax.run.kept.restore import begin_control, host_record, initial_ensemble, restore
+from adloco_jax.run.watching import observers
+from adloco_jax.run.watching.loggers import Trackers
+from adloco_jax.run.watching.samples import sampler
+from adloco_jax.run.watching.terminal import Progress
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError
 from adloco_jax.host import processes
 from adloco_jax.models.configured import class_count
-from adloco_jax.run.assemble import assemble
+from adloco_jax.run.before.assemble import assemble
 from adloco_jax.settings import Settings
 
 # Settings that name files, which may lie elsewhere on a learner's machine.

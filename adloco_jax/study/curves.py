@@ -14,7 +14,7 @@ import numpy as np
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
-from adloco_jax.run import ledger
+from adloco_jax.run.kept import ledger
 
 # Costs at a point of a curve that are summed over all trainers.
 COSTS = ("tokens", "syncs", "bytes")

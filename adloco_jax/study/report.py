@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError, counted, in_bytes
-from adloco_jax.run.describe import ALMOST_ALL, share_read
-from adloco_jax.run.folder import change_of, recorded
+from adloco_jax.run.before.describe import ALMOST_ALL, share_read
+from adloco_jax.run.kept.folder import change_of, recorded
 from adloco_jax.settings import CHATS
 from adloco_jax.study import card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel

@@ -54,7 +54,7 @@ from adloco_jax.config import default_config
 from adloco_jax.data.corpus import load_corpus
 from adloco_jax.engine.spec import here
 from adloco_jax.models.llama import next_token_loss
-from adloco_jax.run.export import read_trained
+from adloco_jax.run.kept.export import read_trained
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Curve
 

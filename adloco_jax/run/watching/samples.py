@@ -13,7 +13,7 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import llama
 from adloco_jax.models.configured import build_network
-from adloco_jax.run.assemble import Run
+from adloco_jax.run.before.assemble import Run
 
 
 def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:

@@ -24,9 +24,9 @@ from adloco_jax.loop.growth import with_batch_sizes
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.checkpoint import list_rounds, shapes
-from adloco_jax.run.folder import check_config
+from adloco_jax.run.before.assemble import Run
+from adloco_jax.run.kept.checkpoint import list_rounds, shapes
+from adloco_jax.run.kept.folder import check_config
 from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
 _ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")

@@ -18,10 +18,10 @@ from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.host import processes
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Control, State, start
-from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.ledger import finish, read
+from adloco_jax.run.before.assemble import Run
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.checkpoint import Damaged
+from adloco_jax.run.kept.ledger import finish, read
 from adloco_jax.settings import EnsembleSettings
 
 

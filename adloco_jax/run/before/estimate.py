@@ -44,9 +44,9 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, counted, in
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.configured import class_count
-from adloco_jax.run.arguments import check_inputs
-from adloco_jax.run.describe import length_lines, plan_lines, run_header
-from adloco_jax.run.folder import recorded
+from adloco_jax.run.before.checks import check_inputs
+from adloco_jax.run.before.describe import length_lines, plan_lines, run_header
+from adloco_jax.run.kept.folder import recorded
 from adloco_jax.settings import Config, Settings
 
 

@@ -21,9 +21,9 @@ from adloco_jax.data import formats
 from adloco_jax.data.disk import local_path, replaced_file, write_errors
 from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.host import processes
-from adloco_jax.run import checkpoint
-from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.ledger import finish, read
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.checkpoint import Damaged
+from adloco_jax.run.kept.ledger import finish, read
 from adloco_jax.settings import (
     ENTRIES,
     OPTIONS,

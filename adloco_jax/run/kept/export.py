@@ -24,10 +24,10 @@ from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.models import hf
 from adloco_jax.models.configured import build_network, class_count
 from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
-from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import assemble
-from adloco_jax.run.folder import recorded, recorded_settings, refuse_fit
-from adloco_jax.run.restore import read_control
+from adloco_jax.run.before.assemble import assemble
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.folder import recorded, recorded_settings, refuse_fit
+from adloco_jax.run.kept.restore import read_control
 from adloco_jax.settings import AdapterSettings, DataSettings, ModelSettings, Settings
 
 

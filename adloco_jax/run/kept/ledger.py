@@ -17,7 +17,7 @@ from adloco_jax.data.disk import replaced_file, write_errors
 from adloco_jax.data.formats import Format, checked
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control
-from adloco_jax.run.events import EVENTS
+from adloco_jax.run.kept.events import EVENTS
 
 # Events that are written again when rounds are run again.
 _REPEATED_EVENTS = {"round", "sync", "eval", "merge", "refusal", "spawn", "fault", "memory"}

@@ -12,8 +12,8 @@ from adloco_jax.engine.memory import require_room
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import DataError
-from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.folder import check_config, recorded, require_usable
+from adloco_jax.run.kept.checkpoint import list_rounds
+from adloco_jax.run.kept.folder import check_config, recorded, require_usable
 from adloco_jax.settings import Settings
 
 

@@ -24,11 +24,16 @@ from adloco_jax.host.versions import versions
 from adloco_jax.loop.adloco import Boundary, Control, Engine, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over
-from adloco_jax.run import checkpoint
-from adloco_jax.run.assemble import Run
-from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.terminal import Progress, describe_change, describe_growth, describe_round
+from adloco_jax.run.before.assemble import Run
+from adloco_jax.run.kept import checkpoint
+from adloco_jax.run.kept.checkpoint import Saver
+from adloco_jax.run.kept.ledger import Ledger
+from adloco_jax.run.watching.terminal import (
+    Progress,
+    describe_change,
+    describe_growth,
+    describe_round,
+)
 from adloco_jax.settings import InnerSettings, Settings
 
 

@@ -1,0 +1,1 @@
+"""What a run keeps in its folder: config, ledger, checkpoints, the exported model."""
