@@ -39,7 +39,7 @@ from jax.sharding import SingleDeviceSharding
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from adloco_jax.run import checkpoint  # noqa: E402
+from adloco_jax.run.kept import checkpoint  # noqa: E402
 from adloco_jax.run.kept.ledger import read  # noqa: E402
 from probes.crashes import POINTS  # noqa: E402
 from scripts.golden import deterministic_lines  # noqa: E402

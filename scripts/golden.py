@@ -29,7 +29,7 @@ DATA = Path(os.environ.get("ADLOCO_DATA_DIR", ROOT / "data"))
 sys.path.insert(0, str(ROOT))
 
 from adloco_jax import main as cli  # noqa: E402
-from adloco_jax.run import checkpoint  # noqa: E402
+from adloco_jax.run.kept import checkpoint  # noqa: E402
 from adloco_jax.run.kept.ledger import read  # noqa: E402
 
 _TINY = """model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
