@@ -132,21 +132,6 @@ def test_a_transport_that_nobody_has_added_is_refused_before_the_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_logger_of_a_config_file_gets_the_lines_of_the_ledger(tmp_path):
-    sent, closed = [], []
-
-    @contextlib.contextmanager
-    def logger(workdir, history):
-        yield lambda event: sent.append((workdir, event["event"]))
-        closed.append(len(sent))
-
-    LOGGERS["mine"] = logger
-    run(tmp_path, settings_of(num_rounds=2, eval={"every_rounds": 2}))
-    events = dict.fromkeys(event for _, event in sent if event in ("start", "round", "eval"))
-    assert [*events] == ["start", "round", "eval"]
-    assert {workdir for workdir, _ in sent} == {tmp_path} and closed == [len(sent)]
-
-
 def undefined(*_, **__):
     return missing_name  # noqa: F821
 
@@ -216,22 +201,30 @@ def test_an_optimizer_given_beside_options_of_another_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fit_takes_a_config_and_params_and_calls_after_each_round(tmp_path):
-    config, seen = config_of(num_rounds=2, eval={"every_rounds": 2}), []
-    params = init_fn(None)
+def test_fit_takes_a_config_and_params_and_tells_a_logger_and_its_caller_of_each_round(tmp_path):
+    config, seen, sent, closed = config_of(num_rounds=2, eval={"every_rounds": 2}), [], [], []
+
+    @contextlib.contextmanager
+    def logger(workdir, history):
+        yield lambda event: sent.append((workdir, event))
+        closed.append(len(sent))
+
+    LOGGERS["mine"] = logger
     result = run(
         tmp_path / "r",
         config,
         init_fn=None,
-        params=params,
+        params=init_fn(None),
         on_round=lambda state, lines: seen.append((state, lines)),
     )
     assert [state.control.round for state, _ in seen] == [1, 2]
     kinds = ("round", "eval")
     told = [[line for line in lines if line["event"] in kinds] for _, lines in seen]
-    assert [line for lines in told for line in lines] == [
-        line for line in read(tmp_path / "r/ledger.jsonl") if line["event"] in kinds
-    ]
+    written = [line for line in read(tmp_path / "r/ledger.jsonl") if line["event"] in kinds]
+    assert [line for lines in told for line in lines] == written
+    assert [event["event"] for _, event in sent].index("start") == 0
+    assert [event for _, event in sent if event["event"] in kinds] == written
+    assert {workdir for workdir, _ in sent} == {tmp_path / "r"} and closed == [len(sent)]
     assert {line["round"] for line in told[1]} == {2} and told[1][-1]["loss"] == result.loss
     assert repr(result).endswith(f"/r', loss {result.loss:.4f}, round 2, params: float32[6, 6])")
     assert repr(result.state).startswith("State(round 2, ")
