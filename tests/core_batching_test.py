@@ -86,11 +86,6 @@ def test_requests_agree_with_the_oracle_on_numpy_and_on_jax(test, mode):
     np.testing.assert_allclose(package(stats_from(every[0]), mode=mode), value, rtol=1e-12)
 
 
-def test_signal_is_floored_at_a_thousandth_of_the_noise():
-    stats = stats_from(sums_of(shift=0.0, seed=3))
-    np.testing.assert_allclose(norm_test(stats, eta=0.5), 1000 / 0.25, rtol=1e-12)
-
-
 # --- Rounding, growth limit, cap
 
 SIZES = st.integers(1, 4096)
