@@ -1,6 +1,6 @@
-"""Two sites train one model through a folder as bucket; one is killed, and joins again.
+"""Two sites train one model, by a ticket or in a bucket; one is killed, and joins again.
 
-Run it:  python examples/two_sites.py [--svg docs/images/two_sites.svg]
+Run it:  python examples/two_sites.py [--bucket] [--svg docs/images/two_sites.svg]
 
 A driver and two learners of the quickstart's model, on this machine. It takes about a minute on two
 idle cores, and ends with the run's report. `--svg` also draws what was printed, with its times
@@ -29,7 +29,6 @@ OPTIONS = {
     "inner.steps_per_round": 90,
     "outer.precision": "int4",
     "ensemble.num_workers": 2,
-    "engine.kind": "bucket",
     "engine.link": "10Mbit/s",
     "engine.heartbeat_s": 4,
 }
@@ -41,8 +40,8 @@ STYLE = """text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328;whi
 class Demonstration:
     """The processes of one run, and what was printed about them, with its time."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.run = folder, folder / "run"
+    def __init__(self, folder: Path, *, in_bucket: bool):
+        self.folder, self.run, self.in_bucket = folder, folder / "run", in_bucket
         self.start_s, self.printed, self.started = time.monotonic(), [], []
         self.key = secrets.token_hex(32)  # so that the sites need not be told the driver's own
 
@@ -61,8 +60,15 @@ class Demonstration:
         return process
 
     def join(self, site: str) -> subprocess.Popen:
-        """Start a learner."""
-        return self.start(site, "join", f"file://{self.folder}/bucket")
+        """Start a learner, with the driver's ticket once there is one."""
+        if self.in_bucket:
+            return self.start(site, "join", f"file://{self.folder}/bucket")
+        ticket = self.run / "learners" / "ticket"
+        while not (ticket.exists() and ticket.read_text()):
+            time.sleep(0.1)
+            if self.started[0].poll() is not None:
+                raise SystemExit(f"the driver has failed: {self.folder}/driver.log")
+        return self.start(site, "join", ticket.read_text())
 
     def events(self) -> list[dict]:
         """The lines of the ledger that are complete."""
@@ -73,14 +79,20 @@ class Demonstration:
     def train(self) -> None:
         """Train; kill one site after a round, and start it again after another."""
         self.say(f"Two sites, each with a link of {OPTIONS['engine.link']}, train one model.")
-        self.say(f"They meet in a folder, in place of a bucket: {self.folder}/bucket")
+        if self.in_bucket:
+            self.say(f"They meet in a folder, in place of a bucket: {self.folder}/bucket")
+            how = {"engine.kind": "bucket", "engine.address": f"file://{self.folder}/bucket"}
+        else:
+            self.say("They join with the ticket that the driver prints; the driver has no worker.")
+            how = {"engine.kind": "direct", "engine.relay": "off", "engine.trains_here": False}
         self.say("")
-        keys = OPTIONS | {"engine.address": f"file://{self.folder}/bucket"}
+        keys = OPTIONS | how
         words = [f"--config.{key}={value}" for key, value in keys.items()]
         driver = self.start("driver", "train", "diloco", "--workdir", self.run, *words)
         sites = {site: self.join(site) for site in SITES}
         self.say("$ adloco train diloco ...")
-        self.say("$ adloco join ... (site A)    $ adloco join ... (site B)")
+        what = "ADDRESS" if self.in_bucket else "adloco-..."
+        self.say(f"$ adloco join {what} (site A)    $ adloco join {what} (site B)")
         self.say("")
         num_told, there = 0, set()
         while driver.poll() is None:
@@ -181,10 +193,11 @@ def main() -> None:
     """Run the demonstration in a new folder under runs/."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--svg", type=Path, help="file to draw what was printed")
+    parser.add_argument("--bucket", action="store_true", help="meet in a folder, not by a ticket")
     given = parser.parse_args()
     folder = Path("runs").resolve() / f"two-sites-{time.strftime('%H%M%S')}"
     folder.mkdir(parents=True)
-    shown = Demonstration(folder)
+    shown = Demonstration(folder, in_bucket=given.bucket)
     try:
         shown.train()
         shown.conclude()

@@ -42,9 +42,10 @@ def assert_shown(lines):
 
 
 @pytest.mark.slow
-def test_a_site_is_killed_and_joins_again_and_the_run_ends_with_its_report(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--bucket"]])
+def test_a_site_is_killed_and_joins_again_and_the_run_ends_with_its_report(tmp_path, options):
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(EXAMPLE), "--svg", str(tmp_path / "drawn.svg")]
+    command = [sys.executable, str(EXAMPLE), *options, "--svg", str(tmp_path / "drawn.svg")]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -1,0 +1,221 @@
+"""Break the link between a driver and a learner with a ticket, and time what each fault costs.
+
+python scripts/direct_faults.py [--rate 10mbit]
+
+Needs root, `ip`, `tc` and, for NAT, `iptables`. Driver and learner are processes in network
+namespaces of their own. The learner reads an object every 0.2 s; a fault costs the seconds
+without an answer. At the end transfers are timed. Nothing is trained.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from adloco_jax.elastic import direct, direct_driver, objects, served, store
+from adloco_jax.elastic.direct import Remote, read_ticket
+from adloco_jax.elastic.signatures import Unneeded
+from adloco_jax.settings import EngineSettings
+
+DRIVER, ROUTER, LEARNER = "adloco-driver", "adloco-router", "adloco-learner"
+LARGE = 8 * 2**20  # bytes of the transfers that are timed
+
+
+def serve(folder: Path) -> None:
+    """Serve two objects, as the driver of a run does, until the process is killed."""
+    key = direct.secret_file(folder / "endpoint.key", lambda: os.urandom(32))
+    engine = EngineSettings(kind="direct", relay="off")
+    endpoint, ticket = direct.wait_for(direct_driver._open(key, engine, folder / "ticket"))
+    there = objects.Memory("driver")
+    there.put("run.json", b"about the run")
+    there.put("params/1/0.safetensors", os.urandom(LARGE))
+    server = served.Server(there, ticket.secret, (), most_bytes=LARGE)
+    direct.begin(server.accept(endpoint))
+    while True:
+        time.sleep(60)
+
+
+def learn(ticket: str) -> None:
+    """Read an object again and again, and print when an answer came; time transfers if asked."""
+    remote = Remote(ticket, b"l" * 32)
+    remote.open()
+    there = store.Store(remote, Unneeded())
+    for line in range(10**9):
+        there.get("run.json")
+        print(f"answer {time.monotonic():.3f}", flush=True)
+        if line % 5 == 0 and Path("/tmp/adloco-direct-time").exists():
+            start_s = time.monotonic()
+            there.get("params/1/0.safetensors", limit=LARGE)
+            print(f"down {time.monotonic() - start_s:.3f}", flush=True)
+        time.sleep(0.2)
+
+
+def ip(*words: str) -> None:
+    """Run a command of `ip` that must succeed."""
+    subprocess.run(["ip", *words], check=True)
+
+
+def within(space: str, *words: str) -> list[str]:
+    """Return the command that runs words in a namespace."""
+    return ["ip", "netns", "exec", space, *words]
+
+
+@contextlib.contextmanager
+def network(rate: str):
+    """Make a driver's and a learner's namespace, with a router between them that masquerades."""
+    for space in (DRIVER, ROUTER, LEARNER):
+        subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
+        ip("netns", "add", space)
+        subprocess.run(within(space, "ip", "link", "set", "lo", "up"), check=True)
+    for name, space, net in (("d", DRIVER, "10.79.1"), ("l", LEARNER, "10.79.2")):
+        ip("link", "add", f"ad-{name}", "netns", space, "type", "veth", "peer", f"ad-r{name}",
+           "netns", ROUTER)  # fmt: skip
+        for where, device, host in ((space, f"ad-{name}", 2), (ROUTER, f"ad-r{name}", 1)):
+            run = within(where, "ip")
+            subprocess.run([*run, "addr", "add", f"{net}.{host}/24", "dev", device], check=True)
+            subprocess.run([*run, "link", "set", device, "up"], check=True)
+            if rate:
+                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate)
+                how = ("burst", "32kb", "latency", "400ms")
+                subprocess.run(within(where, *shape, *how), check=True)
+        route = ("ip", "route", "add", "default", "via", f"{net}.1")
+        subprocess.run(within(space, *route), check=True)
+    subprocess.run(within(ROUTER, "sysctl", "-qw", "net.ipv4.ip_forward=1"), check=True)
+    nat = ("iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "ad-rd", "-j", "MASQUERADE")
+    subprocess.run(within(ROUTER, *nat), check=True)
+    try:
+        yield
+    finally:
+        for space in (DRIVER, ROUTER, LEARNER):
+            ip("netns", "del", space)
+
+
+class Pair:
+    """A driver and a learner, as processes in their namespaces."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.log = folder, folder / "learner.log"
+        self.driver = self.start_driver()
+        ticket = folder / "ticket"
+        while not (ticket.exists() and ticket.read_text()):
+            time.sleep(0.1)
+        command = within(LEARNER, sys.executable, __file__, "learn", ticket.read_text())
+        with open(self.log, "w") as log:
+            self.learner = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def start_driver(self) -> subprocess.Popen:
+        """Start the driver."""
+        command = within(DRIVER, sys.executable, __file__, "serve", str(self.folder))
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def values(self, word: str) -> list[float]:
+        """Return the numbers that the learner has printed after a word."""
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        return [float(line[1]) for line in lines if len(line) == 2 and line[0] == word]
+
+    def gap_s(self, since_s: float, until_s: float) -> float:
+        """Return the longest time without an answer, once one has come after `until_s`."""
+        limit_s = time.monotonic() + 150
+        while time.monotonic() < limit_s:
+            answers = [a for a in self.values("answer") if a > since_s - 2]
+            if answers and answers[-1] > until_s + 1:
+                return max(b - a for a, b in zip(answers, answers[1:], strict=False))
+            time.sleep(0.2)
+        return float("inf")
+
+    def close(self) -> None:
+        """End both."""
+        for process in (self.learner, self.driver):
+            process.kill()
+            process.wait()
+
+
+def link(state: str) -> None:
+    """Set the driver's link up or down, as a cable would."""
+    subprocess.run(within(ROUTER, "ip", "link", "set", "ad-rd", state), check=True)
+
+
+def readdress(space: str, device: str, old: str, new: str) -> None:
+    """Give a computer another address, as a router may at night."""
+    run = within(space, "ip")
+    subprocess.run([*run, "addr", "del", f"{old}/24", "dev", device], check=True)
+    subprocess.run([*run, "addr", "add", f"{new}/24", "dev", device], check=True)
+    gateway = new.rpartition(".")[0] + ".1"
+    subprocess.run([*run, "route", "replace", "default", "via", gateway], check=True)
+
+
+def faults(pair: Pair, *, long: bool) -> None:
+    """Cause each fault, and print what it costs."""
+
+    def cost(name: str, cause, undo=None, seconds: float = 0.0) -> None:
+        start_s = time.monotonic()
+        cause()
+        time.sleep(seconds)
+        if undo is not None:
+            undo()
+        print(f"{name:44} {pair.gap_s(start_s, time.monotonic()):6.1f} s", flush=True)
+
+    def restart() -> None:
+        pair.driver.kill()
+        pair.driver.wait()
+        pair.driver = pair.start_driver()
+
+    def stop(process, number):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in [process.pid, *map(int, children)]:
+            os.kill(pid, number)
+
+    cost("none", lambda: None, seconds=3)
+    cost("the driver is killed and started again", restart)
+    cost("the driver stops for 10 s", lambda: stop(pair.driver, signal.SIGSTOP),
+         lambda: stop(pair.driver, signal.SIGCONT), 10)  # fmt: skip
+    cost("the link is cut for 20 s", lambda: link("down"), lambda: link("up"), 20)
+    cost("the learner's address changes",
+         lambda: readdress(LEARNER, "ad-l", "10.79.2.2", "10.79.2.3"))  # fmt: skip
+    cost("the driver's address changes, and back after 8 s",
+         lambda: readdress(DRIVER, "ad-d", "10.79.1.2", "10.79.1.3"),
+         lambda: readdress(DRIVER, "ad-d", "10.79.1.3", "10.79.1.2"), 8)  # fmt: skip
+    if long:
+        cost("the link is cut for 90 s", lambda: link("down"), lambda: link("up"), 90)
+
+
+def main() -> None:
+    """Make the network, cause the faults, and time transfers."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rate", default="", help="of the links, such as 10mbit; default: none")
+    parser.add_argument("--long", action="store_true", help="also faults that last minutes")
+    given = parser.parse_args()
+    marker = Path("/tmp/adloco-direct-time")
+    marker.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder, network(given.rate):
+        pair = Pair(Path(folder))
+        try:
+            while not pair.values("answer"):
+                time.sleep(0.1)
+            faults(pair, long=given.long)
+            marker.touch()
+            time.sleep(20)
+            down = pair.values("down")
+            if down:
+                rates = [8 * LARGE / seconds / 1e6 for seconds in down]
+                rate = f"{statistics.median(rates):.1f} Mbit/s, median of {len(rates)}"
+                print(f"{LARGE / 1e6:.1f} MB down, behind NAT: {rate}")
+        finally:
+            marker.unlink(missing_ok=True)
+            pair.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["learn"]:
+        assert read_ticket(sys.argv[2])
+        learn(sys.argv[2])
+    else:
+        main()
