@@ -17,12 +17,27 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_ANSWER_S = 10.0
 # Names of classes of errors, of all libraries that ask a server.
-_ABSENT = {"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"}
-_ABSENT |= {"DatasetNotFoundError"}
-_REFUSED = {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}
-_LOST = {"ConnectionError", "TimeoutError", "TimeoutException", "TransportError", "NetworkError"}
-_LOST |= {"HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"}
-_LOST |= {"ServiceRequestError", "ServiceResponseError", "OfflineModeIsEnabled"}
+_ABSENT = frozenset(
+    {
+        "DatasetNotFoundError",
+        "RemoteEntryNotFoundError",
+        "RepositoryNotFoundError",
+        "RevisionNotFoundError",
+    }
+)
+_REFUSED = frozenset({"ClientAuthenticationError", "NoCredentialsError", "PermissionError"})
+_NO_ANSWER = frozenset(
+    {
+        *("ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError"),
+        *("NetworkError", "OfflineModeIsEnabled", "ProtocolError", "ServiceRequestError"),
+        *("ServiceResponseError", "TimeoutError", "TimeoutException", "TransportError"),
+    }
+)
+# HTTP status codes that mean the same; all from 500 on mean that the server has no answer.
+_REFUSED_CODES = frozenset({401, 403})  # no credentials, no permission
+_NO_ANSWER_CODES = frozenset({408, 425, 429})  # request timed out, too early, too many requests
+_MAX_CAUSES = 20  # errors of a chain that are looked at
+_SHA1_DIGITS = 40  # hexadecimal digits
 
 
 class Unreachable(ResourceError):
@@ -72,10 +87,16 @@ def download(
     disable_progress_bars()
 
     def get(pattern: str, *, offline: bool = False) -> Path:
-        options: Any = {"allow_patterns": [*wanted, pattern], "local_files_only": offline}
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, **options))
+        """Download the wanted files, or only find them in the cache; return their folder."""
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=[*wanted, pattern],
+            local_files_only=offline,
+        )
+        return Path(folder)
 
-    def cached() -> Path | None:
+    def find_in_cache() -> Path | None:
         for pattern in one_of:
             with contextlib.suppress(OSError, ValueError):  # missing, or incomplete
                 folder = get(pattern, offline=True)
@@ -83,7 +104,7 @@ def download(
                     return folder
         return None
 
-    folder = cached()
+    folder = find_in_cache()
     if folder is None:
         with _faults_of_name(where):
             api = huggingface_hub.HfApi()
@@ -109,16 +130,20 @@ def _has_all_shards(folder: Path) -> bool:
 
 def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: str) -> str:
     """Return the first pattern that any name matches; ConfigError, with `hint`, if none does."""
-    best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
-    if best is None:
-        raise ConfigError(f"{where}: it has no file {' or '.join(one_of)}{hint and '; '}{hint}")
-    return best
+    for pattern in one_of:
+        if fnmatch.filter(names, pattern):
+            return pattern
+    message = f"{where}: it has no file {' or '.join(one_of)}"
+    if hint:
+        message += f"; {hint}"
+    raise ConfigError(message)
 
 
 def _check_content(file: Path, where: str) -> None:
     """Check that the content of a file in the hub's cache has the hash that is its name."""
     blob = file.resolve()
-    if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+    is_named_by_hash = re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name)  # SHA-1 or SHA-256
+    if not file.is_symlink() or not is_named_by_hash:
         return
     stat = blob.stat()
     if _content_hash(blob, stat.st_size, stat.st_ctime_ns) != blob.name:
@@ -130,9 +155,14 @@ def _check_content(file: Path, where: str) -> None:
 
 @functools.cache  # a run opens a repository several times, and its weights may have many gigabytes
 def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
-    digest = hashlib.sha256()
-    if len(blob.name) == 40:  # a small file has the hash that git computes
+    """Hash a file by the algorithm of the hash that is its name.
+
+    Its time of change is there only so that a changed file is hashed again.
+    """
+    if len(blob.name) == _SHA1_DIGITS:  # a small file has the hash that git computes
         digest = hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
+    else:
+        digest = hashlib.sha256()
     with open(blob, "rb") as content:
         while part := content.read(2**20):
             digest.update(part)
@@ -154,7 +184,8 @@ def faults(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # deliberately broad, because each library raises its own
-        if (fault := _fault(error, where)) is error:
+        fault = _error_to_raise(error, where)
+        if fault is error:
             raise
         raise fault from error
 
@@ -170,29 +201,32 @@ def _faults_of_name(where: str) -> Iterator[None]:
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:
-    record.msg, record.args = reason(RuntimeError(record.getMessage())), ()
+    """Remove secrets from a message; a filter of logging, which True lets pass."""
+    record.msg = reason(RuntimeError(record.getMessage()))
+    record.args = ()
     return True
 
 
-def _fault(error: BaseException, where: str) -> BaseException:
-    chain = [error]
-    while len(chain) < 20 and (cause := chain[-1].__cause__ or chain[-1].__context__):
-        chain.append(cause)
+def _error_to_raise(error: BaseException, where: str) -> BaseException:
+    """Return what `faults` raises: a `UserError` about `where`, or one of the error's causes."""
+    chain = _with_causes(error)
     for cause in chain:
         is_of_disk = getattr(cause, "filename", None) and getattr(cause, "errno", None)
-        if isinstance(cause, UserError) or (
-            is_of_disk and not isinstance(cause, FileNotFoundError)
-        ):
+        if isinstance(cause, UserError):
             return cause
-        if _names(cause) & _ABSENT:
-            return ConfigError(f"{where}: {reason(cause, 600)}")
+        if is_of_disk and not isinstance(cause, FileNotFoundError):
+            return cause
+        if _class_names(cause) & _ABSENT:
+            return ConfigError(f"{where}: {reason(cause, 600)}")  # 600: with the hub's advice
     if isinstance(error, ImportError):  # of fsspec, which names the package
         return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco_jax[remote]'")
-    names, codes = set().union(*map(_names, chain)), {*map(_status, chain)}
-    if names & _REFUSED or codes & {401, 403}:
+
+    names = set().union(*(_class_names(cause) for cause in chain))
+    codes = {_status(cause) for cause in chain}
+    if names & _REFUSED or codes & _REFUSED_CODES:
         how = "set credentials in the environment, or log in (hf auth login)"
         return ConfigError(f"{where}: no access ({reason(error)}); {how}")
-    if names & _LOST or codes & {408, 425, 429} or max(codes) >= 500:
+    if names & _NO_ANSWER or codes & _NO_ANSWER_CODES or max(codes) >= 500:
         how = "once it does, run the same command again"
         return Unreachable(f"{where}: the server does not answer ({reason(chain[-1])}); {how}")
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
@@ -200,7 +234,19 @@ def _fault(error: BaseException, where: str) -> BaseException:
     return DataError(f"{where}: cannot be read ({reason(error)})")
 
 
-def _names(error: BaseException) -> set[str]:
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """Return an error, its cause, the cause of this one, and so on."""
+    chain = [error]
+    while len(chain) < _MAX_CAUSES:
+        cause = chain[-1].__cause__ or chain[-1].__context__
+        if cause is None:
+            break
+        chain.append(cause)
+    return chain
+
+
+def _class_names(error: BaseException) -> set[str]:
+    """Return the names of an error's class and of all classes from which it inherits."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
@@ -209,5 +255,9 @@ def _status(error: BaseException) -> int:
     answer: Any = getattr(error, "response", None)
     if isinstance(answer, dict):  # botocore
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    found = (getattr(a, n, 0) for a in (error, answer) for n in ("status", "status_code", "code"))
-    return next((code for code in found if isinstance(code, int) and code), 0)
+    for holder in (error, answer):
+        for name in ("status", "status_code", "code"):
+            code = getattr(holder, name, 0)
+            if isinstance(code, int) and code:
+                return code
+    return 0

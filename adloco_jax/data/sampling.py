@@ -20,7 +20,9 @@ _NUM_ROUNDS = 8
 # rounds it has. So up to this number of entries are sorted by random numbers instead.
 _MAX_SORTED = 9
 MAX_GUARD_ROWS = 32  # most guard rows of a run; they are at most half of the held-out rows
-_SUBSET, _EPOCH = 1, 2  # hashed into a key, so that keys for the two purposes differ
+# Hashed into a key for `permute`, so that keys for the two purposes differ.
+_SUBSET = 1  # the choice of a trainer's subset of the rows
+_EPOCH = 2  # the order of a worker's stream in an epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,35 +53,42 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
     Raises:
       DataError: If a trainer's subset has fewer rows than all workers' first batches.
     """
-    num_streams, frac = settings.ensemble.num_workers, settings.data.subset_frac
-    order = RowOrder(settings.seed, num_rows, num_streams, frac)
-    have, first = min(num_rows, order.subset_size), settings.batching.initial_batch_size
-    if have < num_streams * first:
-        fewer = f"ensemble.num_workers={have // first}" if have >= first else "a smaller batch"
-        raise DataError(
-            f"{where}: have {have} rows for a trainer ({num_rows} rows in all,"
-            f" data.subset_frac={frac}), need {num_streams * first}, a batch of {first} for each of"
-            f" {num_streams} worker streams; give more text, {fewer}, a smaller"
-            " batching.initial_batch_size or data.sequence_length, or a larger data.subset_frac or"
-            " data.num_sequences"
-        )
-    return order
+    num_streams = settings.ensemble.num_workers
+    subset_frac = settings.data.subset_frac
+    batch_size = settings.batching.initial_batch_size
+    order = RowOrder(settings.seed, num_rows, num_streams, subset_frac)
+    have = min(num_rows, order.subset_size)
+    need = num_streams * batch_size
+    if have >= need:
+        return order
+    fewer = "a smaller batch"
+    if have >= batch_size:
+        fewer = f"ensemble.num_workers={have // batch_size}"
+    raise DataError(
+        f"{where}: have {have} rows for a trainer ({num_rows} rows in all,"
+        f" data.subset_frac={subset_frac}), need {need}, a batch of {batch_size} for each of"
+        f" {num_streams} worker streams; give more text, {fewer}, a smaller"
+        " batching.initial_batch_size or data.sequence_length, or a larger data.subset_frac or"
+        " data.num_sequences"
+    )
 
 
 def with_rows(settings: Settings, num_rows: int) -> Settings:
-    """Return settings that know the rows from which the trainers draw; 0: they are not known.
+    """Return settings that know the number of rows from which the trainers draw together.
+
+    `num_rows` are the rows to train on; 0 if they are not known, as those of a user's own corpus.
 
     Raises ConfigError if `num_epochs` needs them, or the warm-up would outlast its updates.
     """
-    inner, epochs = settings.inner, settings.num_epochs
-    if epochs and not num_rows:
+    num_epochs, warmup_updates = settings.num_epochs, settings.inner.warmup_updates
+    if num_epochs and not num_rows:
         raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
-    subset = max(1, int(settings.data.subset_frac * num_rows)) * settings.ensemble.num_trainers
-    settings = settings.with_rows(min(num_rows, subset))
-    tokens = inner.warmup_updates * settings.round_tokens / settings.inner.steps_per_round
-    if epochs and inner.warmup_updates and tokens >= settings.last_token:
+    subset_size = max(1, int(settings.data.subset_frac * num_rows))
+    settings = settings.with_rows(min(num_rows, subset_size * settings.ensemble.num_trainers))
+    warmup_tokens = warmup_updates * settings.round_tokens / settings.inner.steps_per_round
+    if num_epochs and warmup_updates and warmup_tokens >= settings.last_token:
         raise ConfigError(
-            f"inner.warmup_updates = {inner.warmup_updates}, num_epochs = {epochs:g}: the warm-up"
+            f"inner.warmup_updates = {warmup_updates}, num_epochs = {num_epochs:g}: the warm-up"
             f" would outlast the passes over {counted(num_rows, 'row')}; shorten it"
         )
     return settings
@@ -103,12 +112,14 @@ def stream_rows(
 
     Source: docs/algorithm.md, section 1, "Data".
     """
-    num_rows, num_streams = order.num_rows, order.num_streams
-    owned = len(range(stream, order.subset_size, num_streams))
-    epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), owned)
-    turn = permute(step, num_items=owned, key=_fold(_EPOCH, order.seed, trainer, stream, epoch))
+    num_streams = order.num_streams
+    num_owned = len(range(stream, order.subset_size, num_streams))
+    epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), num_owned)
+    epoch_key = _hash_to_key(_EPOCH, order.seed, trainer, stream, epoch)
+    turn = permute(step, num_items=num_owned, key=epoch_key)  # which of its rows the stream visits
     position = stream + num_streams * turn
-    return permute(position, num_items=num_rows, key=_fold(_SUBSET, order.seed, trainer))
+    subset_key = _hash_to_key(_SUBSET, order.seed, trainer)
+    return permute(position, num_items=order.num_rows, key=subset_key)
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
@@ -126,15 +137,20 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; the round function is
     the finaliser of splitmix64 (Steele, Lea and Flood 2014). Good for shuffling; not a cipher.
     """
+    has_one_key = key.size == 1
     if num_items <= _MAX_SORTED:
+        # The numbers of splitmix64 from a seed, for each key as many as there are items.
         noise = _mix(_mix(key)[:, None] + _GAMMA * np.arange(1, num_items + 1, dtype=np.uint64))
         order = np.argsort(noise, axis=1, kind="stable")
-        return order[0 if key.size == 1 else np.arange(len(index)), index]
+        if has_one_key:
+            return order[0, index]
+        return order[np.arange(len(index)), index]
     num_bits = (num_items - 1).bit_length()
     image = _feistel(index.astype(np.uint64), num_bits, key)
     outside = np.flatnonzero(image >= num_items)
     while outside.size:
-        image[outside] = _feistel(image[outside], num_bits, key[outside] if key.size > 1 else key)
+        outside_key = key if has_one_key else key[outside]
+        image[outside] = _feistel(image[outside], num_bits, outside_key)
         outside = outside[image[outside] >= num_items]
     return image.astype(np.int64)
 
@@ -144,34 +160,41 @@ def interleave(labels: np.ndarray) -> np.ndarray:
 
     Takes integers [N]; returns the order as indices, int64[N]. Items of one label keep their order.
     """
-    share = np.zeros(len(labels))
+    place = np.zeros(len(labels))  # items are spread evenly over (0, 1), those of each label
     for label in np.unique(labels):
         index = np.flatnonzero(labels == label)
-        share[index] = (np.arange(len(index)) + 0.5) / len(index)
-    return np.argsort(share, kind="stable")
+        place[index] = (np.arange(len(index)) + 0.5) / len(index)
+    return np.argsort(place, kind="stable")
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    high, low = num_bits // 2, num_bits - num_bits // 2
-    left, right = block >> low, block & (2**low - 1)
+    """Permute range(2**num_bits) by a Feistel network; return the images of `block`, uint64."""
+    # The halves have as many bits, or differ by one. They change places after every round.
+    left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
+    left, right = block >> right_bits, block & (2**right_bits - 1)
     for round_number in range(_NUM_ROUNDS):
+        # The round's number stands in the highest byte, above the bits of `right`.
         noise = _mix(key ^ (right | round_number << 56))
-        left, right = right, left ^ (noise & (2**high - 1))
-        high, low = low, high
-    return left << low | right
+        left, right = right, left ^ (noise & (2**left_bits - 1))
+        left_bits, right_bits = right_bits, left_bits
+    return left << right_bits | right
 
 
-def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash integers, in order, to a key for `permute`."""
+def _hash_to_key(*parts: int | np.ndarray) -> np.ndarray:
+    """Hash integers, in order, to a key for `permute`; with an array [n] among them, to n keys."""
     # An array of one key, because NumPy warns if a scalar overflows, but not if an array does.
     key = np.zeros(1, np.uint64)
     for part in parts:
-        word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)
+        if isinstance(part, int):
+            word = np.uint64(part & _UINT64_MASK)
+        else:
+            word = part.astype(np.uint64)
         key = _mix((key ^ word) + _GAMMA)
     return key
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
+    """Mix the bits of each uint64 by the finaliser of splitmix64, whose constants these are."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
     return bits ^ (bits >> 31)
@@ -182,7 +205,10 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Disjoint held-out rows: guard rows serve decisions only, reported rows the losses shown."""
+    """Disjoint held-out rows: guard rows serve decisions only, reported rows the losses shown.
+
+    In the names of arrays, E is for rows and L for the integers of a row.
+    """
 
     guard_EL: np.ndarray  # rows that only decisions use
     report_EL: np.ndarray  # rows on which the reported losses are measured
@@ -192,13 +218,20 @@ class HeldOut:
 
     def describe(self, num_classes: int | None = None) -> str:
         """Describe in one line how many rows each part has, and of each class if labelled."""
-        parts, counts = (self.report_EL, self.guard_EL), ["", ""]
-        if num_classes is not None:
-            of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
-            counts = [f" ({', '.join(map(str, count))} by class)" for count in of_classes]
-        others = f"; {len(self.guard_EL)} others{counts[1]} judge merges and choose the model"
-        reported = f"held out: losses are of {len(self.report_EL)} rows{counts[0]}"
-        return reported + others * bool(len(self.guard_EL))
+
+        def by_class(rows_EL: np.ndarray) -> str:
+            if num_classes is None:
+                return ""
+            counts = np.bincount(
+                rows_EL[:, 0], minlength=num_classes
+            )  # a row begins with its class
+            return f" ({', '.join(map(str, counts))} by class)"
+
+        text = f"held out: losses are of {len(self.report_EL)} rows{by_class(self.report_EL)}"
+        if len(self.guard_EL):
+            text += f"; {len(self.guard_EL)} others{by_class(self.guard_EL)} judge merges and"
+            text += " choose the model"
+        return text
 
 
 def split_heldout(
@@ -215,19 +248,33 @@ def split_heldout(
     shares in both. The draw ignores the run's seed, so runs with different seeds report losses on
     the same rows. Raises DataError without a row, or with only one for several trainers.
     """
-    order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
-    if num_classes is not None and len(order):
-        order = order[interleave(rows_EL[order][:, 0])]
-    fewest = 1 if num_trainers == 1 else 2
-    if len(order) < fewest:
-        use = "to report on" if num_trainers == 1 else "half of them to choose among trainers"
+    num_rows = len(rows_EL)
+    if num_trainers == 1:
+        need, use = 1, "to report on"
+    else:
+        need, use = 2, "half of them to choose among trainers"
+    if num_rows < need:
         raise DataError(
-            f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, for"
+            f"corpus.heldout_rows: have {num_rows}, need {need}, {use}; hold out more, for"
             " instance by data.heldout_frac"
         )
-    num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
-    guard, report = order[:num_guard], order[num_guard:]
-    if num_trainers == 1:  # last, so that losses of one trainer and of several are of the same rows
-        guard, report = guard[:0], np.concatenate([report, guard])
-    guard, report = np.sort(guard), np.sort(report[:num_sequences])
-    return HeldOut(rows_EL[guard], rows_EL[report], batch_size, guard, report)
+    order = permute(np.arange(num_rows), num_items=num_rows, key=np.zeros(1, np.uint64))
+    if num_classes is not None:
+        labels = rows_EL[order][:, 0]
+        order = order[interleave(labels)]
+    num_guard = min(MAX_GUARD_ROWS, num_rows // 2)
+    guard_E, report_E = order[:num_guard], order[num_guard:]
+    if num_trainers == 1:
+        # The rows that would be guard rows come last, so that losses of one trainer and of several
+        # are of the same rows.
+        report_E = np.concatenate([report_E, guard_E])
+        guard_E = guard_E[:0]
+    guard_E = np.sort(guard_E)
+    report_E = np.sort(report_E[:num_sequences])
+    return HeldOut(
+        guard_EL=rows_EL[guard_E],
+        report_EL=rows_EL[report_E],
+        batch_size=batch_size,
+        guard_E=guard_E,
+        report_E=report_E,
+    )
