@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy import settings_of
 
-from adloco_jax.elastic import rounds
+from adloco_jax.elastic import round_record
 from adloco_jax.elastic.decisions import (
     LearnerRecord,
     assign,
@@ -82,9 +82,9 @@ def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(
     monkeypatch, reported, awaited, quorum, since_s, over
 ):
     now_s = iter([100.0, 100.0 + since_s])
-    monkeypatch.setattr(rounds, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
+    monkeypatch.setattr(round_record, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
     rule = EngineSettings(kind="ray", quorum=quorum, grace_s=5.0)
-    each = rounds.Round(None, None, None, start_s=0.0, reported={*range(reported)})
+    each = round_record.RoundRecord(None, None, None, start_s=0.0, reported={*range(reported)})
     each.awaited = {*range(reported, reported + awaited)}
     each.is_over(rule)
     assert each.is_over(rule) == over
@@ -189,7 +189,7 @@ def test_an_update_counts_at_most_so_many_usual_norms(seed):
         for _ in range(num):
             norm = draw.choice([0.0, 1.0, 2.0, 9.0, 800.0], p=[0.1, 0.3, 0.3, 0.2, 0.1])
             sent.append((int(draw.integers(0, 4)), int(draw.integers(1, 5)), float(norm)))
-        each = rounds.Round(RoundPlan(1, 1, 4), None, None, start_s=0.0)
+        each = round_record.RoundRecord(RoundPlan(1, 1, 4), None, None, start_s=0.0)
         for worker_id, (number, updates, norm) in enumerate(sent):
             each.norms[worker_id] = norm
             each.responses[worker_id] = SimpleNamespace(skipped_SR=np.zeros((updates, 1), bool))

@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from adloco_jax.elastic import decisions
 from adloco_jax.elastic.formats import USES, Refused, Request, WorkerRequest
 from adloco_jax.elastic.learner import Inputs, LearnerSetup
 from adloco_jax.elastic.pool import Event, LearnerPool
-from adloco_jax.elastic.rounds import Round, check_responses
+from adloco_jax.elastic.round_record import RoundRecord, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
@@ -41,7 +41,7 @@ from adloco_jax.loop.adloco import (
     joining_workers,
     merge_due,
 )
-from adloco_jax.loop.control import Control, count_round
+from adloco_jax.loop.control import Control, RoundPlan, count_round
 from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_count
 
 # The run ends if a trainer's rounds have all failed for so long: longer than a bucket is damaged.
@@ -61,6 +61,14 @@ def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
     shapes = trainable(params)
     like_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.float32), shapes)
     return norms(unpack(packed_R, like_R, precision))
+
+
+class _Failure(NamedTuple):
+    """The rounds of a trainer, in a row, to which no learner has responded."""
+
+    first_s: float  # when the first of them failed
+    count: int
+    until_s: float  # when the next one may begin
 
 
 class ElasticEngine:
@@ -83,7 +91,7 @@ class ElasticEngine:
         self.state_bytes = spec.state_bytes
         self.programs, self.heldout = programs, heldout
         self.control_before: Control
-        self.rounds: dict[int, Round] = {}  # rounds under way, by the trainer's id
+        self.rounds: dict[int, RoundRecord] = {}  # rounds under way, by the trainer's id
         self.pool = LearnerPool(setup, write)
         self._states = InnerStates(spec, self.pool, self._poll)
         self._params = SentParams(self.pool)
@@ -91,10 +99,9 @@ class ElasticEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
-        self._spent_s = np.zeros(4)  # what learners did since the last round ended, as they say
+        self._spent_s = np.zeros(len(USES))  # what learners say they did since then
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
-        # By trainer's id, rounds without a response: time of the first, number, and time to go on.
-        self._failures: dict[int, tuple[float, int, float]] = {}
+        self._failures: dict[int, _Failure] = {}  # by trainer's id
         self._norms: dict[str, list[float]] = {}  # `Control.norms` after the rounds that end
         self._measure = jax.jit(functools.partial(_norms, spec.params), static_argnums=0)
         self._apply = functools.partial(
@@ -127,20 +134,11 @@ class ElasticEngine:
         control.norms = self._norms
         control, decided = decide(control, _by_trainer(ended), plans)
         ensemble, outcomes = self._outer_updates(state, ended)
-        before_s, self._up_s = self._up_s, self.pool.up_s()
-        # Trainers whose rounds end together share alike.
-        up_s = round((self._up_s - before_s) / len(ended), 6)
-        spent_s, self._spent_s = (self._spent_s / len(ended)).round(6).tolist(), np.zeros(4)
-        lost_s, self.pool.lost_s = round(self.pool.lost_s / len(ended), 6), 0.0
-        wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, len(ended))
-        lines = {
-            m: planned(state.control, m, each.plan, each.rate_T)
-            | {"workers_counted": len(each.useful), "wire_bytes": wire_bytes}
-            | {"up_s": up_s, "lost_s": lost_s}
-            | {f"{use}_s": seconds for use, seconds in zip(USES, spent_s, strict=True)}
-            | spent[m]
-            for m, each in ended.items()
-        }
+        shares = self._shares(len(ended))
+        lines = {}
+        for m, each in ended.items():
+            line = planned(state.control, m, each.plan, each.rate_T)
+            lines[m] = line | {"workers_counted": len(each.useful)} | shares | spent[m]
         # The duration begins at the last round's end or later, so no second is counted twice.
         now_s = time.monotonic()
         step_s = now_s - max(self._finished_s, min(each.start_s for each in ended.values()))
@@ -150,7 +148,25 @@ class ElasticEngine:
         self._work_on(state)
         return state, boundary
 
-    def _wait_for_rounds(self, state: State) -> dict[int, Round]:
+    def _shares(self, num_ended: int) -> dict[str, float]:
+        """Divide what learners did since the last round ended among the rounds that end now.
+
+        The result is fields of a round's line: bytes, and seconds by use.
+        """
+        before_s, self._up_s = self._up_s, self.pool.up_s()
+        wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, num_ended)
+        shares: dict[str, float] = {
+            "wire_bytes": wire_bytes,
+            "up_s": round((self._up_s - before_s) / num_ended, 6),
+            "lost_s": round(self.pool.lost_s / num_ended, 6),
+        }
+        self.pool.lost_s = 0.0
+        for use, seconds in zip(USES, self._spent_s.tolist(), strict=True):
+            shares[f"{use}_s"] = round(seconds / num_ended, 6)
+        self._spent_s = np.zeros(len(USES))
+        return shares
+
+    def _wait_for_rounds(self, state: State) -> dict[int, RoundRecord]:
         """Start rounds, wait until some have ended, take them out and judge their responses."""
         if self._fault is not None:
             raise self._fault
@@ -160,8 +176,9 @@ class ElasticEngine:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
             self._states.adopt(state)
-        together, rule = self._keeps_together(), self.settings.engine
-        self._tell_s = time.monotonic() + TELL_S * (self.pool.num_present > 0)
+        together = self._keeps_together()
+        # Without a learner, what is missing is said at once.
+        self._tell_s = time.monotonic() + (TELL_S if self.pool.num_present else 0.0)
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
@@ -170,34 +187,41 @@ class ElasticEngine:
             else:
                 self._begin(state)
             under_way = [m for m in control.trainers if m in self.rounds]
-            over = [m for m in under_way if self.rounds[m].is_over(rule)]
+            over = [m for m in under_way if self.rounds[m].is_over(self.settings.engine)]
             if over and (not together or len(over) == len(control.trainers)):
                 break
             self._poll()
             self._tell(control)
         ended = {m: self.rounds.pop(m) for m in over}
-        self._norms = {k: kept for k, kept in control.norms.items() if int(k) in control.trainers}
+        self._judge(state, ended)
+        return ended
+
+    def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
+        """Decide which responses count, and by which factor; remember the accepted norms."""
+        control = state.control
+        self._norms = {m: kept for m, kept in control.norms.items() if int(m) in control.trainers}
         for m, each in ended.items():
             past = self._norms.get(str(m), [])
             start_M = take(state.ensemble, control.positions([m])).params_M
             params_norm = float(norms(trainable(start_M))[0])
             accepted = each.judge(past, params_norm, self.settings.outer.clip_workers)
             self._norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
-        return ended
 
     def _tell(self, control: Control) -> None:
         """Say what the driver waits for, if it takes long."""
         if time.monotonic() < self._tell_s:
             return
         self._tell_s = time.monotonic() + TELL_S
-        learners, now_s = self.pool.learners, time.monotonic()
         if not self.pool.num_present:
-            return say("no learner: waiting for one")
+            say("no learner: waiting for one")
+            return
+        now_s = time.monotonic()
         come = sum(len(each.reported) for each in self.rounds.values())
         to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_s, works = 0.0, []
+        left_s = 0.0  # until the last one comes
+        works: list[str] = []  # what learners do of which no end is known
         for call in self.pool.asked("run_round"):
-            learner = learners[call.learner]
+            learner = self.pool.learners[call.learner]
             end_s = learner.sent_s + learner.predicted_s(call.about.num_sequences)
             left_s = max(left_s, end_s - now_s)
             if learner.compiling_s is not None:
@@ -206,23 +230,27 @@ class ElasticEngine:
                 )
             elif math.isinf(end_s):  # its first round
                 works.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
-        soon = f", the last in about {left_s:.0f} s" if 1 <= left_s < math.inf else ""
-        line = f"round {control.round + 1}: {come} of {come + to_come} responses have come{soon}"
+        line = f"round {control.round + 1}: {come} of {come + to_come} responses have come"
+        if 1 <= left_s < math.inf:
+            line += f", the last in about {left_s:.0f} s"
         say("; ".join([line, *works]))
 
     def _outer_updates(
-        self, state: State, ended: Mapping[int, Round]
+        self, state: State, ended: Mapping[int, RoundRecord]
     ) -> tuple[Ensemble, dict[int, Outcome]]:
         """Apply the outer update to each trainer whose round has ended."""
         ensemble, outcomes = state.ensemble.replace(inner_state_R=None), {}
         for m, each in ended.items():
-            worker_ids, norm = state.control.trainers[m].streams, math.nan
+            worker_ids = state.control.trainers[m].streams
+            norm = math.nan
             if each.counted:
                 at = state.control.positions([m])
-                sub, norm_M, sent = self._outer_update(take(ensemble, at), worker_ids, each)
-                ensemble, norm = put(ensemble, at, sub), float(norm_M[0])
+                sub, norm_M, updates = self._outer_update(take(ensemble, at), worker_ids, each)
+                ensemble = put(ensemble, at, sub)
+                norm = float(norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
-                    (update,) = jax.device_get(sent or [None])
+                    # Only below float32 is an update packed, and then there is one.
+                    update = jax.device_get(updates[0]) if updates else None
                     is_taken = each.request.is_taken(self.spec) and not each.factors
                     sender = each.senders[worker_ids[0]] if is_taken else None
                     self._params.change(m, update, sender)
@@ -282,13 +310,16 @@ class ElasticEngine:
         return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)
 
     def _may_begin(self, control: Control, trainer: int) -> bool:
+        """Whether a trainer may begin its next round before others have ended theirs."""
         settings, rounds = self.settings, control.rounds_of(trainer)
         if self._keeps_together():
             return rounds == control.round
-        waits = settings.merge.policy != "none" and len(control.trainers) > 1
-        every = settings.merge.every_rounds
-        last = (control.round // every + 1) * every if waits else settings.last_round
-        return rounds < min(last, settings.last_round)
+        last = settings.last_round
+        if settings.merge.policy != "none" and len(control.trainers) > 1:
+            every = settings.merge.every_rounds
+            next_merge = (control.round // every + 1) * every
+            last = min(next_merge, last)
+        return rounds < last
 
     def _changes_now(self, control: Control) -> bool:
         """Whether the run is over, or trainers may merge or get workers before their next round."""
@@ -301,71 +332,134 @@ class ElasticEngine:
 
     def _begin(self, state: State) -> None:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
-        control, settings, now_s = state.control, self.settings, time.monotonic()
-        until_s = {m: until_s for m, (*_, until_s) in self._failures.items()}
-        able = [m for m in control.trainers if self._may_begin(control, m)]
-        idle = [m for m in able if m not in self.rounds and now_s >= until_s.get(m, 0.0)]
+        control, now_s = state.control, time.monotonic()
+        waiting = {m for m, failure in self._failures.items() if now_s < failure.until_s}
+        idle = [
+            m
+            for m in control.trainers
+            if m not in self.rounds and m not in waiting and self._may_begin(control, m)
+        ]
         if not idle:
             return
         self._divide(control, idle)
-        plans = round_plans(control, settings, idle)
-        tokens = self.spec.sequence_length * sum(
+        plans = round_plans(control, self.settings, idle)
+        round_tokens = self.spec.sequence_length * sum(
             plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
         )
-        occupied = {call.learner for call in self.pool.asked("run_round")}
-        there = [e for e in self.pool.learners.values() if e.joined and not e.leaving]
-        hosts = {s: e.number for e in there if e.number not in occupied for s in e.worker_ids}
+        hosts = self._free_hosts()
         for m, plan in plans.items():
-            starts = {worker_id: start for _, worker_id, start in control.reads([m])}
-            free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
-            if not free:
-                continue
-            rate_T = learning_rates(control, m, plan, settings, round_tokens=tokens)
-            number, is_single = control.rounds_of(m) + 1, len(starts) == 1
-            request = Request(m, number, *plan, is_single=is_single)
-            (position,) = control.positions([m])
-            whole = functools.partial(trainer_params, state.ensemble, position)
-            params = functools.cache(lambda whole=whole: jax.device_get(whole()))
-            each = Round(plan, rate_T, request, now_s)
-            speeds = {s: self.pool.learners[n].sequence_s for s, n in free.items()}
-            parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
-            updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
-            count = test_count(plan, len(starts), settings.batching)
-            for number in sorted(set(free.values())):
-                worker_ids = [worker_id for worker_id, host in free.items() if host == number]
-                tested = {s: min(count, request.sequences(updates[s])) for s in worker_ids}
-                work = tuple(WorkerRequest(s, starts[s], updates[s], tested[s]) for s in worker_ids)
-                self._send_request(number, request._replace(work=work), rate_T, params)
-                each.awaited.add(number)
-            self.rounds[m] = each
+            rate_T = learning_rates(control, m, plan, self.settings, round_tokens=round_tokens)
+            record = self._start_round(state, m, plan, rate_T, hosts)
+            if record is not None:
+                self.rounds[m] = record
+
+    def _free_hosts(self) -> dict[int, decisions.LearnerRecord]:
+        """Return, by worker id, the learners that stay and run no round now."""
+        occupied = {call.learner for call in self.pool.asked("run_round")}
+        hosts = {}
+        for learner in self.pool.learners.values():
+            if learner.joined and not learner.leaving and learner.number not in occupied:
+                for worker_id in learner.worker_ids:
+                    hosts[worker_id] = learner
+        return hosts
+
+    def _start_round(
+        self,
+        state: State,
+        trainer: int,
+        plan: RoundPlan,
+        rate_T: np.ndarray,
+        hosts: Mapping[int, decisions.LearnerRecord],
+    ) -> RoundRecord | None:
+        """Send a trainer's round to the learners of its workers; None if none of them is free."""
+        control, settings = state.control, self.settings
+        starts = {worker_id: start for _, worker_id, start in control.reads([trainer])}
+        free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
+        if not free:
+            return None
+        request = Request(
+            trainer=trainer,
+            round=control.rounds_of(trainer) + 1,
+            micro_batch_size=plan.micro_batch_size,
+            num_accum_steps=plan.num_accum_steps,
+            num_updates=plan.num_updates,
+            is_single=len(starts) == 1,
+        )
+        record = RoundRecord(plan, rate_T, request, time.monotonic())
+        parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
+        speeds = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
+        updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
+        num_tested = test_count(plan, len(starts), settings.batching)
+        (position,) = control.positions([trainer])
+
+        @functools.cache  # several learners may need them, or none
+        def params() -> PyTree:
+            return jax.device_get(trainer_params(state.ensemble, position))
+
+        learners = {learner.number: learner for learner in free.values()}
+        for _, learner in sorted(learners.items()):
+            work = []
+            for worker_id, host in free.items():
+                if host is learner:
+                    tested = min(num_tested, request.sequences(updates[worker_id]))
+                    work.append(
+                        WorkerRequest(worker_id, starts[worker_id], updates[worker_id], tested)
+                    )
+            self._send_request(learner, request._replace(work=tuple(work)), rate_T, params)
+            record.awaited.add(learner.number)
+        return record
 
     def _send_request(
-        self, number: int, request: Request, rate_T: np.ndarray, params: Callable[[], PyTree]
+        self,
+        learner: decisions.LearnerRecord,
+        request: Request,
+        rate_T: np.ndarray,
+        params: Callable[[], PyTree],
     ) -> None:
-        learner = self.pool.learners[number]
-        states = {w: self._states.to_send(w, learner) for w, *_ in request.work}
-        inputs = Inputs(rate_T, {s: state for s, state in states.items() if state is not None})
+        """Send a learner its part of a round, with the parameters and states that it lacks."""
+        states = {}
+        for work in request.work:
+            state = self._states.to_send(work.worker_id, learner)
+            if state is not None:
+                states[work.worker_id] = state
         request, reference = self._params.to_send(request, learner, params)
-        how = {"request": request, "inputs": inputs, "params": reference}
-        self.pool.ask(number, "run_round", request, **how)
-        sequences, heartbeat_s = request.num_sequences, self.settings.engine.heartbeat_s
-        learner.sent(sequences, time.monotonic(), heartbeat_s=heartbeat_s)
+        self.pool.ask(
+            learner.number,
+            "run_round",
+            request,
+            request=request,
+            inputs=Inputs(rate_T, states),
+            params=reference,
+        )
+        heartbeat_s = self.settings.engine.heartbeat_s
+        learner.sent(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
     def _outer_update(
-        self, sub: Ensemble, worker_ids: Sequence[int], each: Round
+        self, sub: Ensemble, worker_ids: Sequence[int], each: RoundRecord
     ) -> tuple[Ensemble, jax.Array, list[PyTree]]:
         """Apply the outer update to a trainer, from the differences that learners have sent."""
-        responses = [each.counted.get(worker_id) for worker_id in worker_ids]
-        some = next(response for response in responses if response is not None)
+        some = next(iter(each.counted.values()))
         missing = jax.tree.map(np.zeros_like, some.differences)
-        parts = [missing if a is None else a.differences for a in responses]
-        weights = [each.spent(s)[1] if s in each.counted else 0 for s in worker_ids]
-        weights_R, factor_R = np.array(weights, np.float32), None
+        differences, weights = [], []
+        for worker_id in worker_ids:
+            if worker_id in each.counted:
+                _, num_sequences, _ = each.spent(worker_id)
+                differences.append(each.counted[worker_id].differences)
+                weights.append(num_sequences)
+            else:
+                differences.append(missing)
+                weights.append(0)
+        factor_R = None
         if each.factors:  # otherwise nothing is multiplied
             factor_R = np.array([each.factors.get(w, 1.0) for w in worker_ids], np.float32)
-        return self._apply(sub, _concatenated(parts), weights_R=weights_R, factor_R=factor_R)
+        return self._apply(
+            sub,
+            _concatenated(differences),
+            weights_R=np.array(weights, np.float32),
+            factor_R=factor_R,
+        )
 
-    def _close(self, each: Round) -> None:
+    def _close(self, each: RoundRecord) -> None:
         """Record for the ledger the late learners, clipped and rejected updates of a round."""
         trainer = each.request.trainer
         for worker_id in each.counted:
@@ -410,11 +504,12 @@ class ElasticEngine:
             if isinstance(responses, Refused):
                 raise responses
             check_responses(responses, request, self.spec)
-            learner.num_responses += 1
         except Refused as error:
             self._forget(learner, request.trainer)
             self.pool.note(learner.number, "refused", str(error), request.trainer)
-            return self._do_without(learner, str(error))
+            self._do_without(learner, str(error))
+            return
+        learner.num_responses += 1
         packed = [response.differences.packed_R for response in responses]
         norms = [float(self._measure(request.precision(self.spec), each)[0]) for each in packed]
         elapsed_s = time.monotonic() - learner.sent_s
@@ -426,8 +521,10 @@ class ElasticEngine:
         learner.sequence_s.append(seconds / request.num_sequences)
         learner.transfer_s.append(elapsed_s - seconds)
         if request.trainer in self.rounds:  # otherwise the round has ended
-            worker_ids = [work.worker_id for work in request.work]
-            found = dict(zip(worker_ids, zip(responses, norms, strict=True), strict=True))
+            found = {
+                work.worker_id: (response, norm)
+                for work, response, norm in zip(request.work, responses, norms, strict=True)
+            }
             self.rounds[request.trainer].take(learner, found)
 
     def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
@@ -438,13 +535,16 @@ class ElasticEngine:
             if each.awaited or each.responses:
                 continue
             del self.rounds[trainer]
-            first_s, count, _ = self._failures.get(trainer, (now_s, 0, 0.0))
-            if now_s - first_s > PATIENCE_S:
+            before = self._failures.get(trainer, _Failure(now_s, 0, now_s))
+            failed_s = now_s - before.first_s
+            if failed_s > PATIENCE_S:
                 raise ResourceError(
-                    f"trainer {trainer}: its round has failed for {now_s - first_s:.0f} s; learner"
+                    f"trainer {trainer}: its round has failed for {failed_s:.0f} s; learner"
                     f" {learner.number}: {cause}"
                 )
-            self._failures[trainer] = first_s, count + 1, now_s + decisions.pause_s(count + 1)
+            count = before.count + 1
+            until_s = now_s + decisions.pause_s(count)
+            self._failures[trainer] = _Failure(before.first_s, count, until_s)
 
     # -- Membership ----------------------------------------------------------------------------
 
@@ -453,19 +553,27 @@ class ElasticEngine:
         trainers = control.trainer_of
         busy = {call.learner for call in self.pool.asked("run_round")}
         self._let_leave(control, busy)
-        now_s, patience_s = time.monotonic(), self.settings.engine.restart_s
-        movable = {worker_id for m in idle for worker_id in control.trainers[m].streams}
-        movable -= {s for n in busy for s in self.pool.learners[n].worker_ids}
-        learners = [*self.pool.learners.values()]
-        away = [e for e in learners if e.lost_s and now_s - e.lost_s < patience_s]
-        returning = {s for e in away if e.started_s < math.inf for s in e.worker_ids}
-        there = [each for each in learners if each.joined]
+
+        movable: set[int] = set()  # workers between two rounds
+        for m in idle:
+            movable.update(control.trainers[m].streams)
+        for number in busy:
+            movable.difference_update(self.pool.learners[number].worker_ids)
+        returning: set[int] = set()  # workers whose lost learner may soon be back
+        now_s = time.monotonic()
+        for learner in self.pool.learners.values():
+            is_away = learner.lost_s and now_s - learner.lost_s < self.settings.engine.restart_s
+            if is_away and learner.started_s < math.inf:
+                returning.update(learner.worker_ids)
+
+        there = [each for each in self.pool.learners.values() if each.joined]
         hosts = decisions.assign(there, trainers, movable, returning=returning)
         moving = {s: self.pool.learners[hosts[s]] for s in movable & hosts.keys()}
         self._states.bring(control, moving)
-        for each in self.pool.learners.values():
-            kept = {s: each.number for s in each.worker_ids if s in trainers} | hosts
-            each.worker_ids = sorted(s for s, number in kept.items() if number == each.number)
+        for learner in self.pool.learners.values():
+            kept = {s for s in learner.worker_ids if s in trainers and s not in hosts}
+            given = {s for s, number in hosts.items() if number == learner.number}
+            learner.worker_ids = sorted(kept | given)
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
         """End learners that were asked to stop, once no round with their responses is under way."""
@@ -483,7 +591,7 @@ def _concatenated(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def _by_trainer(ended: Mapping[int, Round]) -> Stats:
+def _by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
     """Collect the gradient statistics of the workers whose responses count in the update."""
     stats = {}
     for m, each in ended.items():

@@ -15,10 +15,12 @@ from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import EngineSettings
 
+_MOST_S = 1e12  # seconds that a learner may say it took
+
 
 @dataclass
-class Round:
-    """The driver's record of a trainer's round, from its start until the trainer's outer update."""
+class RoundRecord:
+    """What the driver knows of a trainer's round, from its start until the outer update."""
 
     plan: RoundPlan  # sizes of the round
     rate_T: np.ndarray  # learning rate of each micro-batch
@@ -43,7 +45,8 @@ class Round:
         self.awaited.discard(learner.number)
         self.reported.add(learner.number)
         for worker_id, (response, norm) in found.items():
-            self.responses[worker_id], self.senders[worker_id] = response, learner
+            self.responses[worker_id] = response
+            self.senders[worker_id] = learner
             is_finite = response.differences.usable_R.all() and math.isfinite(norm)
             self.norms[worker_id] = norm if is_finite else math.nan
 
@@ -52,11 +55,15 @@ class Round:
 
         It ends when all have answered, or `grace_s` after the quorum; never without a response.
         """
-        now_s, reported = time.monotonic(), len(self.reported)
-        num_all = reported + len(self.awaited)
-        if reported >= min(rule.quorum or num_all, num_all):
+        now_s = time.monotonic()
+        num_reported = len(self.reported)
+        num_all = num_reported + len(self.awaited)
+        quorum = num_all if rule.quorum is None else min(rule.quorum, num_all)
+        if num_reported >= quorum:
             self.quorum_s = min(self.quorum_s, now_s)
-        return reported > 0 and (not self.awaited or now_s - self.quorum_s >= rule.grace_s)
+        if num_reported == 0:
+            return False
+        return not self.awaited or now_s - self.quorum_s >= rule.grace_s
 
     def judge(self, past: Sequence[float], params_norm: float, clip: float) -> list[float]:
         """Decide which responses count, and by which factor; return the norms that are accepted.
@@ -65,37 +72,55 @@ class Round:
         `past` rounds and this one (`usual_norm`); before one is known, a difference is at most
         `clip` times the parameters.
         """
-        finite = {w: norm for w, norm in self.norms.items() if not math.isnan(norm)}
-        self.counted = {w: self.responses[w] for w in finite}
-        per_update = {w: n / len(self.responses[w].skipped_SR) for w, n in finite.items() if n}
+        self.counted = {
+            worker_id: self.responses[worker_id]
+            for worker_id, norm in self.norms.items()
+            if not math.isnan(norm)
+        }
+        per_update: dict[int, float] = {}  # of each worker whose difference is not zero
+        for worker_id, response in self.counted.items():
+            norm = self.norms[worker_id]
+            if norm > 0:
+                per_update[worker_id] = norm / len(response.skipped_SR)
         of_learner: dict[int, float] = {}  # one norm each, however many workers it runs
         for worker_id, norm in per_update.items():
             number = self.senders[worker_id].number
             of_learner[number] = max(norm, of_learner.get(number, 0.0))
-        usual = usual_norm(past, [*of_learner.values()]) or params_norm / self.plan.num_updates
-        most = clip * usual or math.inf
+        usual = usual_norm(past, [*of_learner.values()])
+        if not usual:
+            usual = params_norm / self.plan.num_updates
+        most = clip * usual if usual else math.inf
         self.factors = {w: most / norm for w, norm in per_update.items() if norm > most}
         return [min(norm, most) for norm in per_update.values()]
 
     def spent(self, worker_id: int) -> tuple[int, int, int]:
         """Return a counted response's updates, its sequences, and those of made updates."""
-        skipped_SR, sequences = self.counted[worker_id].skipped_SR, self.request.sequences
-        num_updates, num_skipped = len(skipped_SR), int(skipped_SR.sum())
-        return num_updates, sequences(num_updates), sequences(num_updates - num_skipped)
+        skipped_SR = self.counted[worker_id].skipped_SR
+        num_updates = len(skipped_SR)
+        num_made = num_updates - int(skipped_SR.sum())
+        sequences = self.request.sequences
+        return num_updates, sequences(num_updates), sequences(num_made)
 
     @property
     def useful(self) -> set[int]:
         """The workers whose responses count, and have not skipped all their updates."""
-        return {worker_id for worker_id in self.counted if self.spent(worker_id)[2]}
+        found = set()
+        for worker_id in self.counted:
+            _, _, num_made_sequences = self.spent(worker_id)
+            if num_made_sequences:
+                found.add(worker_id)
+        return found
 
     def outcome(self, worker_ids: Sequence[int], norm: float) -> Outcome:
         """Collect losses (NaN if a response does not count) and skips (all if it is not finite)."""
         shape = (self.plan.num_updates, len(worker_ids))
-        loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
+        loss_SR = np.full(shape, np.nan)
+        skipped_SR = np.zeros(shape, bool)
         for column, worker_id in enumerate(worker_ids):
             if math.isnan(self.norms.get(worker_id, 0.0)):
                 skipped_SR[-len(self.responses[worker_id].loss_SR) :, column] = True
-            elif response := self.counted.get(worker_id):  # fewer updates fill the last rows
+            elif worker_id in self.counted:  # fewer updates fill the last rows
+                response = self.counted[worker_id]
                 loss_SR[-len(response.loss_SR) :, column] = response.loss_SR[:, 0]
                 skipped_SR[-len(response.loss_SR) :, column] = response.skipped_SR[:, 0]
         return Outcome(loss_SR, skipped_SR, norm)
@@ -110,11 +135,12 @@ def check_responses(responses: Sequence[Response], request: Request, spec: Progr
             raise Refused(f"response.loss_SR: {loss_SR.ravel()} of updates that were made")
         if not np.isnan(response.loss_SR[response.skipped_SR]).all():
             raise Refused("response.loss_SR: losses of updates that were skipped")
-        if (stats_R := response.stats_R) is not None:
+        stats_R = response.stats_R
+        if stats_R is not None:  # its counts follow from the number of sequences
             t = np.float32(work.num_tested)
             have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
             if not np.array_equal(np.concatenate(have), [t, t - 1, t * (t - 1)]):
                 raise Refused(f"response.stats_R: {have}, of {t:.0f} examples")
         spent_s = np.array([response.seconds, *response.between_s])
-        if not ((spent_s >= 0) & (spent_s < 1e12)).all():
+        if not ((spent_s >= 0) & (spent_s < _MOST_S)).all():
             raise Refused(f"response.seconds: {spent_s}")
