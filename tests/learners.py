@@ -24,7 +24,7 @@ from adloco_jax.elastic import (
     engine,
     learner,
     pool,
-    rounds,
+    round_record,
     store,
     transport,
 )
@@ -261,7 +261,7 @@ def _inline(function, *arguments):
 
 def _simulate(monkeypatch, clock, *modules):
     """Give modules of `elastic` a simulated clock, and let learners share their programs."""
-    for module in (engine, pool, rounds, *modules):
+    for module in (engine, pool, round_record, *modules):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(learner, "use_compilation_cache", lambda: None)
     for module in (pool, learner):
