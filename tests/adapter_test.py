@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from learners import Here, InBucket
+from learners import KEY, Here, InBucket
 from toy import tiny_config, with_its_weights
 from toy_runs import events
 from trees import assert_close, assert_equal
@@ -22,6 +22,7 @@ from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import store
 from adloco_jax.elastic.formats import RunDescription, array_bytes
+from adloco_jax.elastic.signatures import Signatures
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import program_spec
 from adloco_jax.engine.programs import Programs, lower
@@ -342,7 +343,9 @@ def test_learners_read_the_base_by_themselves_and_send_the_adapter(
     assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
     assert max(sizes) < 10_000  # a base has 29 kB, an adapter 1.2 kB
     path = tmp_path / "bucket" / "run.json"
-    message = json.loads(path.read_bytes())["message"]
-    path.write_bytes(store.to_json(RunDescription(**message | {"base": "other"})))
+    signing = Signatures(KEY)
+    message = json.loads(signing.opened("run.json", path.read_bytes()))["message"]
+    other = store.to_json(RunDescription(**message | {"base": "other"}))
+    path.write_bytes(signing.signed("run.json", other))
     with pytest.raises(ConfigError, match="the driver has other base weights than this machine"):
         join(there.url, own={"model.init_from": str(weights)})
