@@ -1,10 +1,13 @@
 """Break the link between a driver and a learner with a ticket, and time what each fault costs.
 
-python scripts/direct_faults.py [--rate 10mbit]
+python scripts/direct_faults.py [--rate 10mbit] [--long]
+python scripts/direct_faults.py --transfers 4 --files 64 [--rate 10mbit]
 
 Needs root, `ip`, `tc` and, for NAT, `iptables`. Driver and learner are processes in network
 namespaces of their own. The learner reads an object every 0.2 s; a fault costs the seconds
-without an answer. At the end transfers are timed. Nothing is trained.
+without an answer. `--transfers` times objects of so many MB in pairs, with a ticket and through
+an S3 server beside the driver, and counts bytes on the wire; `--files` a served file. Nothing
+is trained.
 """
 
 import argparse
@@ -16,29 +19,99 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
-from adloco_jax.elastic import direct, direct_driver, objects, served, store
-from adloco_jax.elastic.direct import Remote, read_ticket
+from adloco_jax.elastic import direct, direct_driver, files, served, store
+from adloco_jax.elastic.direct import Remote
+from adloco_jax.elastic.formats import DriverHeartbeat, LearnerRequests, RequestId, ServedFile
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.settings import EngineSettings
+from probes import faulty_store
 
 DRIVER, ROUTER, LEARNER = "adloco-driver", "adloco-router", "adloco-learner"
+PLACE = RequestId(generation=1, learner=0, incarnation=0)
+OBJECT = "params/1/0.safetensors"
+S3_HOST, S3_PORT = "10.79.1.2", 9090
 LARGE = 8 * 2**20  # bytes of the transfers that are timed
 
 
-def serve(folder: Path) -> None:
-    """Serve two objects, as the driver of a run does, until the process is killed."""
+def serve(folder: Path, size: int, num_file_bytes: int) -> None:
+    """Serve objects, as the driver of a run does, until the process is killed.
+
+    With a `size` also through S3, and a file.
+    """
     key = direct.secret_file(folder / "endpoint.key", lambda: os.urandom(32))
     engine = EngineSettings(kind="direct", relay="off")
     endpoint, ticket = direct.wait_for(direct_driver._open(key, engine, folder / "ticket"))
-    there = objects.Memory("driver")
+    there = direct_driver.RunObjects(folder)
     there.put("run.json", b"about the run")
-    there.put("params/1/0.safetensors", os.urandom(LARGE))
-    server = served.Server(there, ticket.secret, (), most_bytes=LARGE)
+    there.put(OBJECT, os.urandom(size or LARGE))
+    free = [LearnerRequests(id=PLACE, is_free=True)]
+    there.put("driver/1.json", store.to_json(DriverHeartbeat(count=1, learners=free)))
+    there.put(PLACE.of(1).name("requests"), b"asked")
+    server = served.Server(there, ticket.secret, (), most_bytes=size or LARGE)
     direct.begin(server.accept(endpoint))
+    if size:
+        file = folder / "file.safetensors"
+        file.write_bytes(os.urandom(num_file_bytes))
+        library = files.Library({("weights", file.name): file})
+        there.offer(library)
+        (folder / "file.json").write_bytes(library.files[0].model_dump_json().encode())
+        from moto.server import ThreadedMotoServer
+
+        s3 = ThreadedMotoServer(S3_HOST, S3_PORT, verbose=False)
+        s3.start()
+        url = f"http://{S3_HOST}:{S3_PORT}/bkt"
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
+        (folder / "s3").touch()
     while True:
         time.sleep(60)
+
+
+def time_transfers(ticket: str, size: int, folder: Path) -> None:
+    """Time objects in pairs, one way after the other, and a served file; print the medians."""
+    for name, value in faulty_store.environment(f"http://{S3_HOST}:{S3_PORT}").items():
+        os.environ[name] = value
+    remote = Remote(ticket, b"l" * 32)
+    remote.open()
+    ways = {"ticket": store.Store(remote, Unneeded()), "S3": store.at("s3://bkt/run", "k" * 64)}
+    data, names = os.urandom(size), {"up": PLACE.of(1).name("responses"), "down": OBJECT}
+    assert remote.create(PLACE.heartbeat_name(), b"here")
+    ways["S3"].put(OBJECT, data)
+    seconds = {(way, to): [] for way in ways for to in names}
+    sent = {(way, to): [] for way in ways for to in names}
+    for _ in range(5):
+        for (way, to), values in seconds.items():
+            start_s, before = time.monotonic(), wire_bytes()
+            if to == "up":
+                ways[way].put(names[to], data)
+            else:
+                assert len(ways[way].get(names[to], limit=size)) == size
+            values.append(time.monotonic() - start_s)
+            sent[way, to].append(wire_bytes() - before)
+    for to in names:
+        one, two = (statistics.median(seconds[way, to]) for way in ways)
+        wire = [statistics.median(sent[way, to]) / size for way in ways]
+        print(
+            f"{to}: {size / 1e6:g} MB: ticket {one:.2f} s, S3 {two:.2f} s, ratio {one / two:.2f};"
+            f" bytes on the wire {wire[0]:.3f} and {wire[1]:.3f} of the object's",
+            flush=True,
+        )
+    about = ServedFile.model_validate_json((folder / "file.json").read_bytes())
+    with tempfile.TemporaryDirectory() as cache:
+        start_s = time.monotonic()
+        files.CachedFile(ways["ticket"], about, Path(cache)).read()
+        took_s = time.monotonic() - start_s
+    print(
+        f"file: {about.size / 1e6:g} MB in {took_s:.1f} s, {8e-6 * about.size / took_s:.1f} Mbit/s"
+    )
+
+
+def wire_bytes() -> int:
+    """Return the bytes that this namespace's device has sent and received."""
+    at = Path("/sys/class/net/ad-l/statistics")
+    return sum(int((at / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
 
 def learn(ticket: str) -> None:
@@ -51,7 +124,7 @@ def learn(ticket: str) -> None:
         print(f"answer {time.monotonic():.3f}", flush=True)
         if line % 5 == 0 and Path("/tmp/adloco-direct-time").exists():
             start_s = time.monotonic()
-            there.get("params/1/0.safetensors", limit=LARGE)
+            there.get(OBJECT, limit=LARGE)
             print(f"down {time.monotonic() - start_s:.3f}", flush=True)
         time.sleep(0.2)
 
@@ -99,19 +172,26 @@ def network(rate: str):
 class Pair:
     """A driver and a learner, as processes in their namespaces."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, size: int = 0, num_file_bytes: int = 0):
         self.folder, self.log = folder, folder / "learner.log"
+        self.sizes = str(size), str(num_file_bytes)
         self.driver = self.start_driver()
         ticket = folder / "ticket"
         while not (ticket.exists() and ticket.read_text()):
             time.sleep(0.1)
         command = within(LEARNER, sys.executable, __file__, "learn", ticket.read_text())
+        if size:
+            while not (folder / "s3").exists():
+                time.sleep(0.1)
+            words = ("time", ticket.read_text(), str(size), str(folder))
+            self.learner = subprocess.Popen(within(LEARNER, sys.executable, __file__, *words))
+            return
         with open(self.log, "w") as log:
             self.learner = subprocess.Popen(command, stdout=log, stderr=log)
 
     def start_driver(self) -> subprocess.Popen:
         """Start the driver."""
-        command = within(DRIVER, sys.executable, __file__, "serve", str(self.folder))
+        command = within(DRIVER, sys.executable, __file__, "serve", str(self.folder), *self.sizes)
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def values(self, word: str) -> list[float]:
@@ -128,6 +208,11 @@ class Pair:
                 return max(b - a for a, b in zip(answers, answers[1:], strict=False))
             time.sleep(0.2)
         return float("inf")
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time of the driver so far, in user and system mode."""
+        fields = Path(f"/proc/{self.driver.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End both."""
@@ -190,7 +275,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", default="", help="of the links, such as 10mbit; default: none")
     parser.add_argument("--long", action="store_true", help="also faults that last minutes")
+    parser.add_argument("--transfers", type=float, default=0, metavar="MB", help="only time these")
+    parser.add_argument(
+        "--files", type=float, default=1, metavar="MB", help="size of a served file"
+    )
     given = parser.parse_args()
+    if given.transfers:
+        sizes = int(given.transfers * 1e6), int(given.files * 1e6)
+        with tempfile.TemporaryDirectory() as folder, network(given.rate):
+            pair = Pair(Path(folder), *sizes)
+            pair.learner.wait()
+            print(f"processor time of the driver's process: {pair.cpu_s():.1f} s")
+            pair.close()
+        return
     marker = Path("/tmp/adloco-direct-time")
     marker.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder, network(given.rate):
@@ -213,9 +310,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(Path(sys.argv[2]))
+        serve(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     elif sys.argv[1:2] == ["learn"]:
-        assert read_ticket(sys.argv[2])
         learn(sys.argv[2])
+    elif sys.argv[1:2] == ["time"]:
+        time_transfers(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
     else:
         main()
