@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import iroh
 import numpy as np
@@ -19,6 +23,7 @@ from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.settings import EngineSettings
 
+ROOT = Path(__file__).parents[1]
 SECRET = b"s" * 16
 PLACES = [RequestId(generation=1, learner=number, incarnation=0) for number in (0, 1)]
 MOST_BYTES = 2**22
@@ -348,3 +353,36 @@ def test_a_run_over_direct_is_bit_for_bit_that_over_a_folder(monkeypatch, tmp_pa
     names = {e["owner"] for e in events(tmp_path / "direct", "learner")}
     assert len(names) == 2 and all(len(name) == 8 for name in names)
     assert threading.active_count() < 40
+
+
+def test_the_learner_of_a_driver_ends_with_it_however_that_ends():
+    code = "import time; from adloco_jax.elastic.child import end_with_parent; end_with_parent();"
+    code += "print('begun', flush=True); time.sleep(60)"
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", code], **how)
+    assert child.stdout.readline() == "begun\n"
+    child.stdin.close()  # as the system does when the driver is killed
+    assert child.wait(10) == 0
+    child.stdout.close()
+
+
+@pytest.mark.slow
+def test_a_driver_trains_on_its_own_computer_too(tmp_path):
+    keys = {
+        "num_rounds": 2,
+        "inner.steps_per_round": 3,
+        "data.num_sequences": 200,
+        "engine.kind": "direct",
+        "engine.relay": "off",
+    }
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "adloco_jax", "train", "diloco", "--workdir", "run", *words]
+    environ = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    how = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=300, **how)
+    assert done.returncode == 0, done.stderr
+    assert "to join from another computer: adloco join adloco-" in done.stdout
+    assert "  here | joined as learner" in done.stdout
+    assert "  here | the run is over: 2 responses" in done.stdout
+    (first, *_) = events(tmp_path / "run", "learner")
+    assert first["owner"] == "this computer"
