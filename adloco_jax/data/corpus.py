@@ -21,7 +21,7 @@ import numpy as np
 
 from adloco_jax.data import hub, prepared, rows, sources
 from adloco_jax.data.files import File, cache_folder, find, identity, is_on_hub
-from adloco_jax.data.prepared import DocumentRows, Manifest, Opened
+from adloco_jax.data.prepared import DocumentRows, Manifest, PreparedRows, RowArrays
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
@@ -29,13 +29,18 @@ from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, UserError, counted
 from adloco_jax.settings import CHATS, DataSettings, Settings
 
-Note = Callable[[str], None]
+Note = Callable[[str], None]  # called with each line to show to the user
 
 # The source that reads a file, by the ending of its name. Others are read as text.
-_SOURCE_OF = {
-    **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
-    **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
+_SOURCE_BY_ENDING = {
+    "json": "jsonl",
+    "jsonl": "jsonl",
+    "parquet": "parquet",
+    "csv": "hf",
+    "tsv": "hf",
+    "arrow": "hf",
 }
+_ANY_COMMIT = "any"  # in place of a commit, to compare requests of several
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,53 +209,67 @@ def load_corpus(
     data = settings.data
     where = _where_of(data)
     tokenizer = tokenizer_of(data, settings.model, num_classes=num_classes, run=run)
-    options = {"num_classes": num_classes, "commit": commit}
-    options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
-    manifest, arrays = _kept_rows(data, tokenizer, note, options)
-    train, heldout = sides_of(data, arrays)
-    order = order_of(settings, len(train), where=where)
-    tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
-    return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
 
+    def job_of(commit: str) -> Job:
+        return make_job(
+            data,
+            tokenizer,
+            num_classes=num_classes,
+            num_heldout_rows=MAX_GUARD_ROWS + settings.eval.num_sequences,
+            commit=commit,
+        )
 
-def sides_of(
-    data: DataSettings, arrays: Sequence[np.ndarray]
-) -> tuple[np.ndarray | DocumentRows, np.ndarray | DocumentRows]:
-    """Return the rows to train on and the held-out rows that are in arrays (`ARRAYS`)."""
-    if data.row_parts == 1:
-        return arrays[0], arrays[1]
-    return DocumentRows(*arrays[0::2]), DocumentRows(*arrays[1::2])
-
-
-def _kept_rows(
-    data: DataSettings, tokenizer: Tokenizer, note: Note, options: dict[str, Any]
-) -> Opened:
     try:
-        job = make_job(data, tokenizer, **options)
+        job = job_of(commit)
     except hub.Unreachable:
-        wanted = make_job(data, tokenizer, **options | {"commit": "any"}).request
-        made = _rows_made(lambda request: request | {"commit": "any"} == wanted)
-        if made is None:
+        wanted = job_of(_ANY_COMMIT).request
+        found = _find_rows(lambda request: request | {"commit": _ANY_COMMIT} == wanted)
+        if found is None:
             raise
-        note(f"{_where_of(data)}: the hub does not answer; using the rows made last")
-        return made
-    if DATA_SOURCES[data.source].version is not None:
+        note(f"{where}: the hub does not answer; using the rows made last")
+    else:
+        found = _prepare_rows(job, note)
+    train, heldout = rows_as_read(found.train, data), rows_as_read(found.heldout, data)
+    return Corpus(
+        rows=train,
+        heldout_rows=heldout,
+        tokenizer=tokenizer,
+        manifest=found.manifest,
+        order=order_of(settings, len(train), where=where),
+        tokens_per_byte=found.manifest.tokens_per_byte if num_classes is None else None,
+    )
+
+
+def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | DocumentRows:
+    """Return rows as the model reads them: tokens alone, or with starts and perhaps weights."""
+    if data.row_parts == 1:
+        return arrays.tokens
+    assert arrays.starts is not None  # packed rows have them
+    return DocumentRows(arrays.tokens, arrays.starts, arrays.answers)
+
+
+def _prepare_rows(job: Job, note: Note) -> PreparedRows:
+    """Make rows in the user's cache, or open those there; if they cannot be kept, make them anew.
+
+    The rows of a source without a version are not kept.
+    """
+    if DATA_SOURCES[job.data.source].version is not None:
         try:
             folder = cache_folder("data") / job.key
             manifest = rows.prepare(job, folder, note=note)
-            size = sum(file.stat().st_size for file in folder.iterdir())
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
             note(
-                f"rows are kept for later runs, {size / 1e6:.1f} MB; to delete them: rm -r"
+                f"rows are kept for later runs, {num_bytes / 1e6:.1f} MB; to delete them: rm -r"
                 f" {shlex.quote(str(folder))}"
             )
-            return manifest, prepared.open_rows(folder, manifest)
+            return prepared.open_rows(folder, manifest)
         except OSError as error:
             note(f"rows cannot be kept for later runs ({error})")
     # The memory-mapped arrays stay readable after the folder is deleted.
     with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
         folder = Path(temporary) / job.key
         manifest = rows.prepare(job, folder, note=note)
-        return manifest, prepared.open_rows(folder, manifest)
+        return prepared.open_rows(folder, manifest)
 
 
 def _where_of(data: DataSettings) -> str:
@@ -304,18 +323,19 @@ def source_of(path: str) -> str:
     """
     if is_on_hub(path, key="data.path"):
         return "hf"
-    kinds = {}
+    examples: dict[str, str] = {}  # a file for each source that would read some
     for name in find(path, key="data.path"):
         ending = name.lower().removesuffix(".gz").rpartition(".")[2]
-        kinds.setdefault(_SOURCE_OF.get(ending, "text"), name)
-    if any(name.endswith(".arrow") for name in kinds.values()):
+        examples.setdefault(_SOURCE_BY_ENDING.get(ending, "text"), name)
+    if any(name.endswith(".arrow") for name in examples.values()):
         return "hf"  # a data set that the library `datasets` saved; it also has files in JSON
-    if len(kinds) > 1:
+    if len(examples) > 1:
         raise ConfigError(
-            f"data.path={path}: files of several kinds ({', '.join(kinds.values())}); give a glob,"
-            " or set data.source"
+            f"data.path={path}: files of several kinds ({', '.join(examples.values())}); give a"
+            " glob, or set data.source"
         )
-    return next(iter(kinds))
+    (source,) = examples
+    return source
 
 
 def column_of_texts(data: DataSettings) -> str:
@@ -329,35 +349,41 @@ def column_of_texts(data: DataSettings) -> str:
         source, where = DATA_SOURCES[data.source], _where_of(data)
         if "text_column" not in source.needs:
             return "text"
-        # No table has the column, so a source that knows the columns before it reads says them.
+        # No table has this column, so a source that knows the columns before it reads raises
+        # MissingColumn, which says them.
         data = data.model_copy(update={"label_column": "", "text_column": "\0"})
         try:
             on_hub, files, _ = _find_text(data)
             with hub.faults(where):
                 if on_hub:
-                    part, *_ = sources.hub_parts(data, data.split, data.revision, where=where)
-                    found = part.read(None)
+                    first_part = sources.hub_parts(data, data.split, data.revision, where=where)[0]
+                    documents = first_part.read(None)
                 else:
-                    found = source.documents(next(iter(files.values())), data)
-                row = next((row for row in found if not isinstance(row, DataError)), None)
-            columns = getattr(row, "columns", ())
+                    first_file = next(iter(files.values()))
+                    documents = source.documents(first_file, data)
+                for row in documents:
+                    if not isinstance(row, DataError):
+                        columns = getattr(row, "columns", ())
+                        break
         except sources.MissingColumn as error:
             columns = error.columns
         except hub.Unreachable:
-            made = _rows_made(lambda request: request["path"] == data.path)
-            return made[0].request["text_column"] if made else "text"
-    names = (*CHATS, "text")
-    return next((name for name in names if {*name.split("+")} <= {*columns}), "text")
+            found = _find_rows(lambda request: request["path"] == data.path)
+            return found.manifest.request["text_column"] if found else "text"
+    for name in CHATS:
+        if {*name.split("+")} <= {*columns}:  # a plus joins two columns of a chat
+            return name
+    return "text"
 
 
-def _rows_made(fits: Callable[[dict], bool]) -> Opened | None:
-    """Open the rows made last, in the user's cache, whose request fits."""
+def _find_rows(fits: Callable[[dict], bool]) -> PreparedRows | None:
+    """Open the rows made last, in the user's cache, whose request fits; None if there are none."""
     found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
     for path in sorted(found, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(DataError):  # damaged, or of another version
             manifest = prepared.read_prepared(path.parent)
             if fits(manifest.request):
-                return manifest, prepared.open_rows(path.parent, manifest)
+                return prepared.open_rows(path.parent, manifest)
     return None
 
 

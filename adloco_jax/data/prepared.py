@@ -1,4 +1,4 @@
-"""Read folders of prepared rows: arrays (`ARRAYS`), and `prepared.json`, written last.
+"""Read folders of prepared rows: arrays (`TRAIN`, `HELDOUT`), and `prepared.json`, written last.
 
 A run checks shapes and types, not the hashes.
 """
@@ -17,10 +17,60 @@ from adloco_jax.errors import DataError
 
 MANIFEST = "prepared.json"
 FORMAT = 6
-ARRAYS = ("train.npy", "heldout.npy", "train.starts.npy", "heldout.starts.npy")
-ARRAYS += ("train.answers.npy", "heldout.answers.npy")
-"""Rows to train on and held-out rows; for packed rows `DocumentRows.starts`, and for chats
-`DocumentRows.answers`, of both."""
+
+_MAX_ARRAYS = 6  # of chats, see `array_names`
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayFiles:
+    """Names of the files of the rows to train on, or of the held-out rows.
+
+    Packed rows have `starts`, and chats also `answers`, see `DocumentRows`; labelled rows neither.
+    """
+
+    tokens: str
+    starts: str
+    answers: str
+
+
+TRAIN = ArrayFiles("train.npy", "train.starts.npy", "train.answers.npy")
+HELDOUT = ArrayFiles("heldout.npy", "heldout.starts.npy", "heldout.answers.npy")
+
+
+def array_names(*, is_packed: bool, is_chat: bool) -> list[str]:
+    """List the files of a folder's arrays, in the order of `Manifest.shapes` and `hashes`."""
+    names = [TRAIN.tokens, HELDOUT.tokens]
+    if is_packed:
+        names += [TRAIN.starts, HELDOUT.starts]
+    if is_chat:
+        names += [TRAIN.answers, HELDOUT.answers]
+    return names
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowArrays:
+    """The memory-mapped arrays of the files that `ArrayFiles` names; None: there is no such file.
+
+    Attributes:
+      tokens: The rows, [N, L + 1]; labelled rows as in `Corpus.rows`.
+      starts: As in `DocumentRows`.
+      answers: As in `DocumentRows`.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray | None = None
+    answers: np.ndarray | None = None
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, of which the last may be cut; chats are counted without padding."""
+        if self.starts is None:  # a labelled text has a row of its own
+            return len(self.tokens)
+        starts = self.starts[self.starts < self.tokens.size]
+        if self.answers is None:
+            return len(starts)
+        has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
+        return int(np.count_nonzero(has_answer))
 
 
 class FileRecord(Format):
@@ -42,8 +92,8 @@ class Manifest(Format):
       fingerprint: The tokenizer's fingerprint.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Shapes of the arrays, in the order of `ARRAYS`; see `Corpus.rows`.
-      hashes: SHA-256 (hex) of the arrays' files.
+      shapes: Shapes of the arrays, in the order of `array_names`; see `RowArrays`.
+      hashes: SHA-256 (hex) of the arrays' files, in the same order.
       documents: Number of documents in the rows to train on, and in held-out rows. The last
         document of an array may be cut.
       tokens_per_byte: Number of held-out tokens divided by the number of their UTF-8 bytes.
@@ -64,7 +114,7 @@ class Manifest(Format):
     fingerprint: str
     vocab_size: Count
     eot_id: Count
-    shapes: Annotated[list[list[Count]], Field(min_length=2, max_length=len(ARRAYS))]
+    shapes: Annotated[list[list[Count]], Field(min_length=2, max_length=_MAX_ARRAYS)]
     hashes: list[str]
     documents: Annotated[list[Count], Field(min_length=2, max_length=2)]
     tokens_per_byte: NonNegativeFloat
@@ -95,8 +145,13 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
     return lines
 
 
-Opened = tuple[Manifest, list[np.ndarray]]
-"""The description of rows, and their memory-mapped arrays, in the order of `ARRAYS`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreparedRows:
+    """The content of a folder of prepared rows."""
+
+    manifest: Manifest
+    train: RowArrays
+    heldout: RowArrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,6 +162,9 @@ class DocumentRows:
     the row to which it attends. With `answers` it is [n, 3 (L + 1)]: then come the weights of the
     tokens' losses, as the bits of float32: zero for tokens that do not count, the same for all that
     do, and with a sum of one in the average row.
+
+    In the names of arrays, n is for rows, L for the positions in a row, and k for the documents
+    that begin in these rows.
 
     Attributes:
       tokens: The packed tokens, [N, L + 1].
@@ -136,38 +194,39 @@ class DocumentRows:
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
         """Read the rows at `index`, integers [n]."""
         length = self.tokens.shape[1]
-        first_n = np.asarray(index) * length
-        rows = np.zeros((len(first_n), self.shape[1]), np.int32)
-        rows[:, :length] = self.tokens[index]
-        starts_nL, weights_nL = rows[:, length : 2 * length], rows[:, 2 * length :]
-        bounds_n2 = np.searchsorted(self.starts, np.stack([first_n, first_n + length], axis=1))
-        row_k = np.repeat(np.arange(len(first_n)), np.diff(bounds_n2)[:, 0])
-        which_k = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in bounds_n2)])
+        first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens
+        num_rows = len(first_n)
+        rows = np.zeros((num_rows, self.shape[1]), np.int32)
+        tokens_nL = rows[:, :length]  # a part of `rows`, as the next two
+        starts_nL = rows[:, length : 2 * length]
+        weights_nL = rows[:, 2 * length :]
+        tokens_nL[:] = self.tokens[index]
+
+        # Each row's documents are a range of `self.starts`. Their starts are written where they
+        # are, and carried on to the positions behind them.
+        begin_n = np.searchsorted(self.starts, first_n)
+        end_n = np.searchsorted(self.starts, first_n + length)
+        row_k = np.repeat(np.arange(num_rows), end_n - begin_n)
+        ranges = [np.arange(begin, end) for begin, end in zip(begin_n, end_n, strict=True)]
+        which_k = np.concatenate([np.arange(0), *ranges])
         position_k = self.starts[which_k] - first_n[row_k]
         starts_nL[row_k, position_k] = position_k
         np.maximum.accumulate(starts_nL, axis=1, out=starts_nL)
+
         if self.answers is not None:
             weight = np.float32(len(self.answers) / self.num_answer_tokens)
             weights_nL.view(np.float32)[:] = self.answers[index] * weight
         return rows
 
 
-def num_documents(tokens: np.ndarray, starts: np.ndarray | None = None, *answers: Any) -> int:
-    """Count the documents of rows from their arrays, as in `DocumentRows`; labelled ones have none.
-
-    Chats are counted without padding.
-    """
-    if starts is None:
-        return len(tokens)
-    starts = starts[starts < tokens.size]
-    counts = np.logical_or.reduceat(answers[0].reshape(-1), starts) if answers else starts >= 0
-    return int(np.count_nonzero(counts))
-
-
 def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Return the sum of the weights of each row's tokens, float [E]; one if they have none."""
+    """Return the sum of the weights of each row's tokens, float [E]; one if they have none.
+
+    The rows, E of them, are those of `DocumentRows`, or rows without weights.
+    """
     width = sequence_length + 1
-    if rows_EL.shape[1] != 3 * width:
+    has_weights = rows_EL.shape[1] == 3 * width
+    if not has_weights:
         return np.ones(len(rows_EL))
     weights_EL = np.ascontiguousarray(rows_EL[:, 2 * width :]).view(np.float32)
     return weights_EL.sum(axis=1, dtype=np.float64)
@@ -175,7 +234,9 @@ def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
     """Return the smallest dtype that holds all token ids; int32 for rows of labelled texts."""
-    return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
+    if labelled:
+        return np.dtype(np.int32)
+    return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -190,33 +251,52 @@ def read_prepared(folder: Path) -> Manifest:
     """Read the description in a folder of prepared rows; DataError if it is missing or damaged."""
     path = folder / MANIFEST
     content = read_json(path, DataError)
-    if (version := content.get("format")) != FORMAT:
+    version = content.get("format")
+    if version != FORMAT:
         raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; delete the folder")
     return checked(content, Manifest, f"{path}: damaged, prepared", DataError)
 
 
-def open_rows(folder: Path, manifest: Manifest) -> list[np.ndarray]:
-    """Memory-map the arrays of a folder, those of `ARRAYS`; check shapes, not their content.
+def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
+    """Memory-map the arrays of a folder; check shapes, not their content.
 
     Raises:
       DataError: If an array is missing, or not as described.
     """
-    of_rows = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
-    arrays = []
-    for name, shape in zip(ARRAYS, manifest.shapes, strict=False):
-        dtypes = (of_rows, np.dtype(np.int64), np.dtype(bool))
-        file, dtype = folder / name, dtypes[len(arrays) // 2]
-        fault = ""
-        try:
-            with np.errstate(over="raise"):  # the size of a forged shape may overflow
-                rows = np.lib.format.open_memmap(file, mode="r")
-            is_whole = file.stat().st_size == rows.offset + rows.nbytes
-            if not is_whole or (list(rows.shape), rows.dtype) != (shape, dtype):
-                fault = f"{rows.dtype} of shape {rows.shape}"
-            arrays.append(rows)
-        except (OSError, ValueError, FloatingPointError) as error:
-            fault = str(error)
-        if fault:
-            need = f"need {dtype} of {shape}, as {MANIFEST} says; delete the folder"
-            raise DataError(f"{file}: not a complete .npy array ({fault}), {need}")
-    return arrays
+    labelled, is_chat = bool(manifest.request.get("num_classes")), bool(manifest.loss)
+    id_dtype = row_dtype(manifest.vocab_size, labelled=labelled)
+    names = array_names(is_packed=not labelled, is_chat=is_chat)
+    if len(names) != len(manifest.shapes):
+        raise DataError(
+            f"{folder / MANIFEST}: damaged, {len(manifest.shapes)} shapes for {len(names)} arrays;"
+            " delete the folder"
+        )
+    shapes = dict(zip(names, manifest.shapes, strict=True))
+
+    def opened(name: str, dtype: Any) -> np.ndarray:
+        return _open_array(folder / name, shapes[name], np.dtype(dtype))
+
+    def arrays_of(files: ArrayFiles) -> RowArrays:
+        tokens = opened(files.tokens, id_dtype)
+        starts = None if labelled else opened(files.starts, np.int64)
+        answers = opened(files.answers, np.bool_) if is_chat else None
+        return RowArrays(tokens, starts, answers)
+
+    return PreparedRows(manifest, arrays_of(TRAIN), arrays_of(HELDOUT))
+
+
+def _open_array(file: Path, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Memory-map an array; DataError if it is not a complete array of this shape and dtype."""
+    try:
+        with np.errstate(over="raise"):  # the size of a forged shape may overflow
+            array = np.lib.format.open_memmap(file, mode="r")
+        is_whole = file.stat().st_size == array.offset + array.nbytes
+        if is_whole and array.shape == tuple(shape) and array.dtype == dtype:
+            return array
+        fault = f"{array.dtype} of shape {array.shape}"
+    except (OSError, ValueError, FloatingPointError) as error:
+        fault = str(error)
+    raise DataError(
+        f"{file}: not a complete .npy array ({fault}), need {dtype} of {shape}, as {MANIFEST} says;"
+        " delete the folder"
+    )

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import filelock
 import numpy as np
@@ -21,7 +21,16 @@ from tqdm import tqdm
 from adloco_jax.data import chats, prepared, sources
 from adloco_jax.data.disk import file_sha256, replaced_folder
 from adloco_jax.data.files import File, local_copy
-from adloco_jax.data.prepared import FORMAT, MANIFEST, FileRecord, Manifest
+from adloco_jax.data.prepared import (
+    FORMAT,
+    HELDOUT,
+    MANIFEST,
+    TRAIN,
+    ArrayFiles,
+    FileRecord,
+    Manifest,
+    RowArrays,
+)
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer
@@ -32,7 +41,7 @@ from adloco_jax.settings import DataSettings
 MIN_HELDOUT_ROWS = 2  # one for each use
 NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
-_FIRST_WORD_S = 5.0  # until a line says how many documents have been read
+_FIRST_NOTE_S = 5.0  # until a line says how many documents have been read
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 
 
@@ -72,16 +81,21 @@ class Job:
 
     def documents(self, part: Part, path: File | None, where: str) -> Iterator[Document]:
         """Yield the documents of a part, whose file is at `path`; see `sources.documents_of`."""
-        given = {"where": where, "num_classes": self.num_classes, "tokenizer": self.encoder}
-        return sources.documents_of(part.read(path), self.data, **given)
+        return sources.documents_of(
+            part.read(path),
+            self.data,
+            where=where,
+            num_classes=self.num_classes,
+            tokenizer=self.encoder,
+        )
 
     @property
     def row_length(self) -> int:
         """Number of tokens in a packed row."""
         return self.data.sequence_length + 1
 
-    def lengths(self, about: np.ndarray) -> np.ndarray:
-        """Uncut length in tokens, with prefix and suffix, of the labelled texts in `about`."""
+    def labelled_lengths(self, about: np.ndarray) -> np.ndarray:
+        """Uncut length in tokens, with prefix and suffix, of labelled texts (`_DOCUMENT`)."""
         text = np.maximum(about["length"] - 1, 0)  # without the end-of-text token of packed text
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 
@@ -105,7 +119,8 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
       DataError: If text is missing or damaged, or there is too little text.
       OSError: If the folder cannot be written.
     """
-    if manifest := _finished(folder, job.request):
+    manifest = _finished(folder, job.request)
+    if manifest is not None:
         return manifest
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -126,16 +141,22 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
 
 
 def _finished(folder: Path, request: dict) -> Manifest | None:
-    """Return the description of a finished folder; None if the folder is missing or empty."""
+    """Return the description of a finished folder; None if the folder is missing or empty.
+
+    Raises ConfigError if the folder has something else, or rows of another request.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    manifest = prepared.read_prepared(folder) if prepared.is_prepared(folder) else None
-    there = manifest.request if manifest else {}
-    if keys := [key for key in there | request if there.get(key) != request.get(key)]:
-        have = (
-            f"was made with another setting of {', '.join(keys)}" if manifest else "has other files"
+    refusal = "it is never overwritten: name another folder"
+    if not prepared.is_prepared(folder):
+        raise ConfigError(f"{folder}: has other files; {refusal}")
+    manifest = prepared.read_prepared(folder)
+    made_with = manifest.request
+    keys = [key for key in made_with | request if made_with.get(key) != request.get(key)]
+    if keys:
+        raise ConfigError(
+            f"{folder}: was made with another setting of {', '.join(keys)}; {refusal}"
         )
-        raise ConfigError(f"{folder}: {have}; it is never overwritten: name another folder")
     return manifest
 
 
@@ -148,10 +169,12 @@ _DOCUMENT = np.dtype(
 """The description of a document. `length` is the number of tokens, with the end of text; of a chat
 the number that is saved, zero if none counts. `counted` is the number of tokens that count.
 `num_bytes` is the number of UTF-8 bytes that these stand for. `digest` is a hash of the token ids,
-without the end of text. `label` is the class. `side` is 1 if the document is from separate held-out
-text, else 0. `only_last` and `rejected` are those of `chats.Answers`. `cut` says whether a chat was
-longer, `bad` whether the document is a row without text, which `data.skip_bad` has let pass."""
+without the end of text. `label` is the class. `side` is `_HELDOUT` if the document is from separate
+held-out text, else `_TRAIN`. `only_last` and `rejected` are those of `chats.Answers`. `cut` says
+whether a chat was longer, `bad` whether the document is a row without text, which `data.skip_bad`
+has let pass."""
 _TOKEN = np.dtype([("id", "<i4"), ("counts", "?")])  # `counts`: whether its loss does
+_TRAIN, _HELDOUT = 0, 1  # the two sides, as positions in `Job.where`
 
 
 class _Tokenised:
@@ -169,7 +192,8 @@ class _Tokenised:
         self._about = [np.empty(0, _DOCUMENT)]
         self.files: list[FileRecord] = []
         self.unread: set[str] = set()
-        self.num_tokens = self.num_bad = 0
+        self.num_tokens = 0
+        self.num_bad = 0
 
     @property
     def about(self) -> np.ndarray:
@@ -195,19 +219,21 @@ class _Tokenised:
 def _tokenise(job: Job, found: _Tokenised, copy: Path, note: Callable[[str], None]) -> None:
     """Read and tokenise all text that is needed; `copy` is for copies of remote files."""
     heldout, rest = job.parts()
-    start_s, num_documents, word_s = time.monotonic(), 0, _FIRST_WORD_S
+    start_s = time.monotonic()
+    next_note_s = _FIRST_NOTE_S
+    num_documents = 0
 
     def count() -> None:
         """Count a document; where no terminal shows the bar, say the number now and then."""
-        nonlocal num_documents, word_s
+        nonlocal num_documents, next_note_s
         num_documents += 1
         passed_s = time.monotonic() - start_s
-        if bar.disable and passed_s >= word_s:
-            word_s = 2 * passed_s
+        if bar.disable and passed_s >= next_note_s:
+            next_note_s = 2 * passed_s
             note(f"preparing rows: {counted(num_documents, 'document')} read in {passed_s:.0f} s")
 
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-        for side, parts in ((1, heldout), (0, rest)):
+        for side, parts in ((_HELDOUT, heldout), (_TRAIN, rest)):
             _tokenise_side(job, found, parts, side, copy, bar, count)
             if parts and not (found.about["side"] == side).any():
                 raise DataError(no_text(job.where[side]))
@@ -229,30 +255,36 @@ def _tokenise_side(
 ) -> None:
     """Read and tokenise the training text or separate held-out text; `count` each document."""
     pending: list[Document] = []
-    num_chars, enough = 0, False
+    num_chars = 0  # of the pending documents
+    enough = False
 
     def save() -> None:
-        found.unread.update(name for document in pending for name in document.answers.unread)
-        found.add(*_encode(pending, job, side))
+        for document in pending:
+            found.unread.update(document.answers.unread)
+        tokens, about = _encode(pending, job, side)
+        found.add(tokens, about)
         bar.update(found.num_tokens - bar.n)
         pending.clear()
 
     for index, part in enumerate(parts, 1):
         bar.set_description(f"file {index} of {len(parts)}", refresh=False)
         with local_copy(part.file, copy) as path:
-            documents, number = job.documents(part, path, job.where[side]), 0
+            documents = job.documents(part, path, job.where[side])
+            number = 0  # of documents in this file
             for document in documents:
                 number += 1
                 count()
-                found.num_bad += document.fault != ""
-                if document.fault and found.num_bad > job.data.skip_bad:
+                if document.fault:
+                    found.num_bad += 1
+                if found.num_bad > job.data.skip_bad:
                     why = f"row {found.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
                     raise DataError(f"{document.fault}; {why}")
                 pending.append(document)
                 num_chars += len(document.text)
                 if num_chars >= CHUNK_CHARS:
                     save()
-                    num_chars, enough = 0, _is_enough(job, found, side)
+                    num_chars = 0
+                    enough = _is_enough(job, found, side)
                     if enough:
                         break
             # A file is read to its end even if there is enough text, so that it is counted whole,
@@ -266,15 +298,18 @@ def _tokenise_side(
 
 
 def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
-    limit = job.heldout_limit if side else job.data.num_sequences
+    """Whether what was read fills as many rows as are wanted; labelled texts are all read."""
+    limit = job.heldout_limit if side == _HELDOUT else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
     needed = limit * job.row_length
     # Separate held-out text is read first. While it is read, all saved tokens belong to it.
-    if side or found.num_tokens < needed:
+    if side == _HELDOUT or found.num_tokens < needed:
         return found.num_tokens >= needed
     about = found.about
-    train, heldout = (about["length"][mask].sum() for mask in _split(job, about))
+    masks = _split(job, about)
+    train = about["length"][masks.train].sum()
+    heldout = about["length"][masks.heldout].sum()
     return train >= needed and heldout >= MIN_HELDOUT_ROWS * job.row_length
 
 
@@ -329,9 +364,9 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
 
 
 def _file_record(name: str, path: Path | None, num_documents: int) -> FileRecord:
-    if path is None:
+    if path is None:  # of a data set on the hub, or of a source without files
         return FileRecord(name=name, rows=num_documents)
-    sha256, size = file_sha256(path), path.stat().st_size
+    size, sha256 = path.stat().st_size, file_sha256(path)
     return FileRecord(name=name, rows=num_documents, bytes=size, sha256=sha256)
 
 
@@ -348,56 +383,58 @@ def is_heldout(count: int, heldout_frac: float) -> np.ndarray:
     return np.diff(marks) > 0
 
 
-def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mask, bool [N] each, the documents to train on and those to hold out.
+class _Masks(NamedTuple):
+    """Which documents are trained on and which held out, bool [N] each; some are neither."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+
+
+def _split(job: Job, about: np.ndarray) -> _Masks:
+    """Choose the documents to train on and those to hold out.
 
     Copies of held-out documents, and chats without a token that counts, are in neither mask.
     """
-    heldout, has_tokens = about["side"] == 1, about["length"] > 0
+    heldout = about["side"] == _HELDOUT
+    has_tokens = about["length"] > 0
     if not heldout.any() and job.cuts:
-        heldout = np.arange(len(about)) == 1
+        heldout = np.arange(len(about)) == 1  # the second of the two parts of the document
     elif not heldout.any():
         for label in np.unique(about["label"]):
             of_label = np.flatnonzero((about["label"] == label) & has_tokens)
             heldout[of_label] = is_heldout(len(of_label), job.data.heldout_frac)
     is_new = ~np.isin(about["digest"], about["digest"][heldout])
-    return ~heldout & is_new & has_tokens, heldout & has_tokens
+    return _Masks(train=~heldout & is_new & has_tokens, heldout=heldout & has_tokens)
 
 
 # -- Rows ------------------------------------------------------------------------------------
 
 
 def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
+    """Write the arrays and the description of the rows; DataError if there are too few."""
     encoder, about, is_packed = job.encoder, found.about, job.num_classes is None
     masks = _split(job, about)
-    is_empty, rejected = about["length"] == 0, int(about["rejected"].sum())
-    copies = int((~is_empty).sum() - sum(mask.sum() for mask in masks))
+    is_empty = about["length"] == 0
+    rejected = int(about["rejected"].sum())
     dropped = int(is_empty.sum()) - found.num_bad - rejected
-    names = prepared.ARRAYS[: 6 if job.data.is_chat else 4 if is_packed else 2]
-    paths = [folder / name for name in names]
-    shapes = (_write_packed if is_packed else _write_labelled)(job, found, paths, masks)
-    left_out = f"({copies} copies of held-out ones"
-    if dropped + rejected:
-        left_out += f" and {dropped + rejected} chats without an answer"
-    if dropped:
-        left_out += " within data.sequence_length"
-    left_out += " are left out)"
-    num_cut = int(about["cut"].sum())
-    if num_cut:
-        left_out += f"; {counted(num_cut, 'chat')} are longer than a row and were cut; a chat gives"
-        left_out += " at most one row"
-    for side, (have, least) in enumerate(zip(shapes[:2], (1, MIN_HELDOUT_ROWS), strict=True)):
-        if have[0] < least:
-            raise DataError(
-                f"{job.where[side]}: too little text: have {counted(have[0], 'row')} of {have[1]}"
-                f" tokens to {('train on', 'hold out')[side]}, in {masks[side].sum()} of"
-                f" {len(about)} documents {left_out}, need {least};"
-                " give more text or documents, another data.heldout_frac, separate held-out text"
-                " (data.heldout_path), or a smaller data.sequence_length"
-            )
-    arrays = [np.load(path, mmap_mode="r") for path in paths]
-    heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("counted", "num_bytes"))
-    cut = about["cut"] if is_packed else job.lengths(about) > job.data.sequence_length
+    num_used = masks.train.sum() + masks.heldout.sum()
+    copies = int((~is_empty).sum() - num_used)
+    if is_packed:
+        _write_packed(job, found, folder, masks)
+        is_cut = about["cut"]
+    else:
+        _write_labelled(job, found, folder, masks)
+        is_cut = job.labelled_lengths(about) > job.data.sequence_length
+    names = prepared.array_names(is_packed=is_packed, is_chat=job.data.is_chat)
+    arrays = {name: np.load(folder / name, mmap_mode="r") for name in names}
+    _require_rows(job, about, masks, arrays, copies=copies, dropped=dropped, rejected=rejected)
+
+    def num_documents(files: ArrayFiles) -> int:
+        tokens, starts = arrays[files.tokens], arrays.get(files.starts)
+        return RowArrays(tokens, starts, arrays.get(files.answers)).num_documents
+
+    heldout_tokens = about["counted"][masks.heldout].sum()
+    heldout_bytes = about["num_bytes"][masks.heldout].sum()
     manifest = Manifest(
         format=FORMAT,
         request=job.request,
@@ -405,13 +442,13 @@ def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
         fingerprint=encoder.fingerprint,
         vocab_size=encoder.vocab_size,
         eot_id=encoder.eot_id,
-        shapes=shapes,
-        hashes=[file_sha256(path) for path in paths],
-        documents=[prepared.num_documents(*arrays[side::2]) for side in (0, 1)],
+        shapes=[list(array.shape) for array in arrays.values()],
+        hashes=[file_sha256(folder / name) for name in names],
+        documents=[num_documents(TRAIN), num_documents(HELDOUT)],
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
         files=found.files,
         copies=copies,
-        truncated=int(cut.sum()),
+        truncated=int(is_cut.sum()),
         dropped=dropped,
         only_last=int(about["only_last"].sum()),
         rejected=rejected,
@@ -422,49 +459,116 @@ def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
     return manifest
 
 
-Masks = tuple[np.ndarray, np.ndarray]
+def _require_rows(
+    job: Job,
+    about: np.ndarray,
+    masks: _Masks,
+    arrays: dict[str, np.ndarray],
+    *,
+    copies: int,
+    dropped: int,
+    rejected: int,
+) -> None:
+    """Raise DataError, which says what was left out and cut, unless both sides have enough rows."""
+    left_out = f"({copies} copies of held-out ones"
+    if dropped + rejected:
+        left_out += f" and {dropped + rejected} chats without an answer"
+    if dropped:
+        left_out += " within data.sequence_length"
+    left_out += " are left out)"
+    num_cut = int(about["cut"].sum())
+    if num_cut:
+        left_out += f"; {counted(num_cut, 'chat')} are longer than a row and were cut; a chat gives"
+        left_out += " at most one row"
+
+    def check(where: str, tokens: np.ndarray, use: str, mask: np.ndarray, need: int) -> None:
+        if len(tokens) < need:
+            raise DataError(
+                f"{where}: too little text: have {counted(len(tokens), 'row')} of"
+                f" {tokens.shape[1]} tokens to {use}, in {mask.sum()} of {len(about)} documents"
+                f" {left_out}, need {need};"
+                " give more text or documents, another data.heldout_frac, separate held-out text"
+                " (data.heldout_path), or a smaller data.sequence_length"
+            )
+
+    check(job.where[_TRAIN], arrays[TRAIN.tokens], "train on", masks.train, 1)
+    heldout = arrays[HELDOUT.tokens]
+    check(job.where[_HELDOUT], heldout, "hold out", masks.heldout, MIN_HELDOUT_ROWS)
 
 
-def _write_packed(
-    job: Job, found: _Tokenised, paths: Sequence[Path], masks: Masks
-) -> list[list[int]]:
-    """Write rows of documents one after another, or of whole chats; return all shapes."""
-    lengths, width, is_chat = found.about["length"], job.row_length, job.data.is_chat
-    kinds = {"id": prepared.row_dtype(job.encoder.vocab_size, labelled=False), "counts": np.bool_}
-    sides, shapes = [], []
-    limits = (job.data.num_sequences, job.heldout_limit)
-    for side, (mask, limit) in enumerate(zip(masks, limits, strict=True)):
-        length_D = lengths[mask]
-        if is_chat:
-            row_D, offset_D = pack(length_D, width)
-            first_D, num_rows = row_D * width + offset_D, int(row_D.max(initial=-1)) + 1
-        else:
-            first_D, num_rows = np.cumsum(length_D) - length_D, int(length_D.sum()) // width
-        num_rows = num_rows if limit is None else min(num_rows, limit)
-        arrays = {
-            field: np.lib.format.open_memmap(path, "w+", kind, (num_rows, width))
-            for path, (field, kind) in zip(paths[side::4], kinds.items(), strict=False)
-        }
-        if is_chat:  # padding is a document of its own, in which nothing counts
-            arrays["id"][:] = job.encoder.eot_id
-            starts = np.union1d(first_D, first_D + length_D)
-        else:  # a document begins with the end of text from which its first token is predicted
-            starts = np.maximum(first_D - 1, 0)
-        starts = starts[starts < num_rows * width]
-        np.save(paths[side + 2], starts)
-        first_N = np.full(len(lengths), num_rows * width)  # behind the end: left out
-        first_N[mask] = first_D
-        sides.append((first_N, arrays))
-        shapes.append([[num_rows, width], [len(starts)]])
+@dataclasses.dataclass(frozen=True)
+class _PackedSide:
+    """Where the tokens of all documents go, among the rows of one side.
+
+    Attributes:
+      first_N: For each document the place of its first token in the joined rows; behind their end
+        if it is not on this side.
+      ids: Rows of ids, a file that is written.
+      counts: Rows that say which tokens count, a file that is written; None if there is none.
+    """
+
+    first_N: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray | None
+
+
+def _write_packed(job: Job, found: _Tokenised, folder: Path, masks: _Masks) -> None:
+    """Write rows of documents one after another, or of whole chats.
+
+    In the names of arrays, N is for all documents and D for those of one side.
+    """
+    lengths_N = found.about["length"]
+    sides = [
+        _laid_out(job, lengths_N, masks.train, folder, TRAIN, job.data.num_sequences),
+        _laid_out(job, lengths_N, masks.heldout, folder, HELDOUT, job.heldout_limit),
+    ]
     for tokens, which in found.pieces():
-        offsets = np.cumsum(lengths[which]) - lengths[which]
-        for first_N, arrays in sides:
-            to = np.repeat(first_N[which] - offsets, lengths[which]) + np.arange(len(tokens))
-            fits = to < arrays["id"].size
-            for field, array in arrays.items():
-                array.reshape(-1)[to[fits]] = tokens[field][fits]
-    rows, starts = map(list, zip(*shapes, strict=True))
-    return [*rows, *starts, *(rows if is_chat else [])]
+        lengths = lengths_N[which]
+        offsets = np.cumsum(lengths) - lengths  # of the documents in `tokens`
+        for side in sides:
+            to = np.repeat(side.first_N[which] - offsets, lengths) + np.arange(len(tokens))
+            fits = to < side.ids.size
+            side.ids.reshape(-1)[to[fits]] = tokens["id"][fits]
+            if side.counts is not None:
+                side.counts.reshape(-1)[to[fits]] = tokens["counts"][fits]
+
+
+def _laid_out(
+    job: Job,
+    lengths_N: np.ndarray,
+    mask_N: np.ndarray,
+    folder: Path,
+    files: ArrayFiles,
+    limit: int | None,
+) -> _PackedSide:
+    """Place the documents of a side in up to `limit` rows; make its files, save the starts."""
+    width = job.row_length
+    length_D = lengths_N[mask_N]
+    if job.data.is_chat:
+        row_D, offset_D = pack(length_D, width)
+        first_D = row_D * width + offset_D
+        num_rows = int(row_D.max(initial=-1)) + 1
+    else:
+        first_D = np.cumsum(length_D) - length_D
+        num_rows = int(length_D.sum()) // width
+    if limit is not None:
+        num_rows = min(num_rows, limit)
+    shape = (num_rows, width)
+
+    id_dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
+    ids = np.lib.format.open_memmap(folder / files.tokens, "w+", id_dtype, shape)
+    if job.data.is_chat:  # padding is a document of its own, in which nothing counts
+        counts = np.lib.format.open_memmap(folder / files.answers, "w+", np.bool_, shape)
+        ids[:] = job.encoder.eot_id
+        starts = np.union1d(first_D, first_D + length_D)
+    else:  # a document begins with the end of text from which its first token is predicted
+        counts = None
+        starts = np.maximum(first_D - 1, 0)
+    np.save(folder / files.starts, starts[starts < ids.size])
+
+    first_N = np.full(len(lengths_N), ids.size)
+    first_N[mask_N] = first_D
+    return _PackedSide(first_N, ids, counts)
 
 
 def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -473,44 +577,51 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     A document goes to the row with the least space that holds it (best fit), in order.
     """
     rows, offsets = np.zeros((2, len(lengths)), np.int64)
+    num_rows = 0
     open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by the space that is left
-    spaces, num_rows = 0, 0  # the set bits of `spaces` are the spaces of open rows
+    spaces = 0  # bit s is set if a row with space s is open; so the search takes one operation
     for index, length in enumerate(lengths.tolist()):
-        fits = spaces >> length << length
-        space = (fits & -fits).bit_length() - 1
-        if fits:
+        fitting_spaces = spaces >> length << length  # without those below `length`
+        if fitting_spaces:
+            space = (fitting_spaces & -fitting_spaces).bit_length() - 1  # the least of them
             row = open_rows[space].pop()
-            spaces ^= (not open_rows[space]) << space
+            if not open_rows[space]:
+                spaces &= ~(1 << space)
         else:
-            row, space, num_rows = num_rows, width, num_rows + 1
-        rows[index], offsets[index] = row, width - space
-        if space > length:
-            open_rows[space - length].append(row)
-            spaces |= 1 << (space - length)
+            space = width
+            row = num_rows
+            num_rows += 1
+        rows[index] = row
+        offsets[index] = width - space
+        space -= length
+        if space > 0:
+            open_rows[space].append(row)
+            spaces |= 1 << space
     return rows, offsets
 
 
-def _write_labelled(
-    job: Job, found: _Tokenised, paths: Sequence[Path], masks: Masks
-) -> list[list[int]]:
-    """Write one row [class, n, tokens...] for each labelled text; return both shapes."""
+def _write_labelled(job: Job, found: _Tokenised, folder: Path, masks: _Masks) -> None:
+    """Write one row [class, n, tokens...] for each labelled text.
+
+    Raises DataError if a class has no text on a side.
+    """
     about, longest = found.about, job.data.sequence_length
     prefix, suffix = job.encoder.prefix, job.encoder.suffix
-    lengths = np.minimum(job.lengths(about), longest)
-    power = 1 << (int(lengths.max()) - 1).bit_length()
-    bucket = power * 3 // 4 if lengths.max() <= power * 3 // 4 else power
-    rows = np.zeros((len(about), NUM_FIELDS + min(bucket, longest)), np.int32)
-    rows[:, 0], rows[:, 1] = about["label"], lengths
+    lengths = np.minimum(job.labelled_lengths(about), longest)
+    # Rows have room for the longest text: a power of two, or three quarters of one.
+    room = 1 << (int(lengths.max()) - 1).bit_length()
+    if lengths.max() <= room * 3 // 4:
+        room = room * 3 // 4
+    rows = np.zeros((len(about), NUM_FIELDS + min(room, longest)), np.int32)
+    rows[:, 0] = about["label"]
+    rows[:, 1] = lengths
     for tokens, which in found.pieces():
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
             text = tokens["id"][start : start + length - len(prefix) - len(suffix)]
             row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *text, *suffix]
-    shapes = []
-    for path, mask, limit, where in zip(
-        paths, masks, (job.data.num_sequences, None), job.where, strict=True
-    ):
-        chosen = rows[mask] if limit is None else _drawn(rows[mask], limit)
+
+    def save(path: Path, chosen: np.ndarray, where: str) -> None:
         counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
         if counts.min() < 1:
             raise DataError(
@@ -519,11 +630,15 @@ def _write_labelled(
                 f" model.num_classes={len(counts)}, or give more text"
             )
         np.save(path, chosen)
-        shapes.append(list(chosen.shape))
-    return shapes
+
+    train = rows[masks.train]
+    if job.data.num_sequences is not None:
+        train = _draw(train, job.data.num_sequences)
+    save(folder / TRAIN.tokens, train, job.where[_TRAIN])
+    save(folder / HELDOUT.tokens, rows[masks.heldout], job.where[_HELDOUT])
 
 
-def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
+def _draw(rows: np.ndarray, limit: int) -> np.ndarray:
     """Draw up to `limit` rows at random, in order, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from adloco_jax.data import Corpus, prepared
-from adloco_jax.data.corpus import fingerprint_of, sides_of
+from adloco_jax.data.corpus import fingerprint_of, rows_as_read
 from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import order_of, stream_rows
@@ -48,7 +48,8 @@ def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
     tokens = rows.tokens if isinstance(rows, DocumentRows) else rows
     if isinstance(tokens, np.memmap) and tokens.filename is not None:
         folder = Path(tokens.filename).parent
-        names = [prepared.MANIFEST, *prepared.ARRAYS]
+        arrays = prepared.array_names(is_packed=True, is_chat=True)  # those that there are
+        names = [prepared.MANIFEST, *arrays]
         found |= {(ROWS, name): folder / name for name in names if (folder / name).exists()}
     weights = Path(init_from).expanduser()
     if init_from and weights.is_dir():
@@ -220,15 +221,16 @@ class ServedRows:
         """Read all but the tokens to train on."""
         trim_cache()
         found = _cached(there, files, ROWS)
-        self._file = found["train.npy"]
+        self._file = found[prepared.TRAIN.tokens]
         for file in found.values():
             file.read([0] if file is self._file else None)
         folder = found[prepared.MANIFEST].path.parent
         manifest = prepared.read_prepared(folder)
-        arrays = prepared.open_rows(folder, manifest)
-        self._num_rows = len(arrays[0])
-        self._tokens = arrays[0]
-        self.rows, self.heldout_rows = sides_of(settings.data, arrays)
+        opened = prepared.open_rows(folder, manifest)
+        self._tokens = opened.train.tokens
+        self._num_rows = len(self._tokens)
+        self.rows = rows_as_read(opened.train, settings.data)
+        self.heldout_rows = rows_as_read(opened.heldout, settings.data)
         self.fingerprint = fingerprint_of(manifest, len(self.rows))
         self.tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
         self.shards = [record.model_dump(exclude_none=True) for record in manifest.files]
