@@ -4,7 +4,7 @@ from texts import END, as_stream, numbered_documents, numbers_in, write_document
 from toy import data_settings
 
 from adloco_jax.data import DATA_SOURCES, DataSource, load_corpus, rows
-from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.errors import ConfigError, DataError
 
 
 def settings_of(path="", **changes):
@@ -150,66 +150,48 @@ def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path):
 # --- Faults -----------------------------------------------------------------------------------
 
 
-def test_text_that_is_trained_on_cannot_be_held_out(tmp_path, fifty):
-    with pytest.raises(ConfigError, match=r"both hold docs\.jsonl"):
-        load(tmp_path, heldout_path=str(tmp_path / "d*"))
+HELD = {"heldout_path": "thousand.jsonl"}
+REFUSED = [  # texts to train on, changes, the error
+    (["y"], dict(path=".", heldout_path="d*"), r"both hold docs\.jsonl"),
+    (["", ""], {}, r"data.path=docs\.jsonl: no text in it"),
+    (["long enough " * 50], {}, "have 0 rows of 16 tokens to hold out, in 0 of 1 documents"),
+    (numbered_documents(9)[4:5] * 30, {}, "have 0 rows of 16 tokens to train on, .*27 copies of"),
+    (
+        ["y" * 325],
+        HELD | dict(num_streams=11, subset_frac=0.5),
+        "have 10 rows .*need 11, a batch of 1 for each",
+    ),
+    (["y" * 325], HELD | dict(sequence_length=400), "have 0 rows of 401 tokens to train.*need 1"),
+    (
+        ["y" * 325],
+        dict(heldout_path="five.jsonl", sequence_length=300, num_streams=1),
+        "heldout_path=.*have 1 row of 301 tokens",
+    ),
+    *(
+        (["y"], dict(path=path, source=source), r"data\.path=")
+        for path in ("gone/*.txt", "~no_such_user/x")
+        for source in ("jsonl", "hf")
+    ),
+    (["y"], dict(path="binary.txt", source="text"), "binary.txt: damaged or unreadable"),
+    (["y"], dict(heldout_path="blank.jsonl"), "data.heldout_path=blank.jsonl: no text in it"),
+    (["y"], dict(heldout_path="gone.json"), "data.heldout_path=gone.json"),
+    (["y"], dict(tokenizer="gone.json"), "data.tokenizer=gone.json"),
+    (["y"], dict(vocab_size=256), r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"),
+]
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["", ""], r"docs\.jsonl: no text in it"),
-        (["long enough " * 50], "have 0 rows of 16 tokens to hold out, in 0 of 1 documents"),
-        (numbered_documents(9)[4:5] * 30, "have 0 rows of 16 tokens to train on, .*27 copies of"),
-    ],
-)
-def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
-    with pytest.raises(DataError, match=message):
-        load(write_documents(tmp_path, texts))
-
-
-@pytest.mark.parametrize(
-    ("num_chars", "changes", "message"),  # characters that are held out
-    [
-        (
-            1000,
-            dict(num_streams=11, subset_frac=0.5),
-            "have 10 rows .*need 11, a batch of 1 for each",
-        ),
-        (1000, dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
-        (500, dict(sequence_length=300, num_streams=1), "heldout_path=.*have 1 row of 301 tokens"),
-    ],
-)
-def test_too_few_rows_is_a_data_error(tmp_path, num_chars, changes, message):
-    heldout = write_documents(tmp_path, ["x" * num_chars], "heldout.jsonl")
-    train = write_documents(tmp_path, ["y" * 325])
-    with pytest.raises(DataError, match=message):
-        load(train, heldout_path=str(heldout), **changes)
-
-
-@pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
-    for path in ("gone/*.txt", "~no_such_user/x"):
-        with pytest.raises(UserError, match=r"data\.path=") as error:
-            load(path, source=source)
-        assert "\n" not in str(error.value)
-
-
-def test_a_text_that_is_empty_or_not_there_is_named_by_its_key(tmp_path):
-    path = write_documents(tmp_path, ["", "text"])
-    blank, binary = write_documents(tmp_path, [""], "blank.jsonl"), tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\x01" * 9)
-    for changes, message in (
-        (dict(path=blank), f"data.path={blank}: no text in it"),
-        (dict(path=path, heldout_path=str(blank)), f"data.heldout_path={blank}: no text in it"),
-        (dict(path=binary, source="text"), f"{binary}: damaged or unreadable"),
-        (dict(path=path, heldout_path="gone.json"), "data.heldout_path=gone.json"),
-        (dict(path=path, tokenizer="gone.json"), "data.tokenizer=gone.json"),
-    ):
-        with pytest.raises(DataError, match=message):
-            load(**changes)
-    with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
-        load(path, vocab_size=256)
+@pytest.mark.parametrize(("texts", "changes", "message"), REFUSED)
+def test_data_that_cannot_be_used_are_refused_in_a_line(
+    tmp_path, monkeypatch, texts, changes, message
+):
+    monkeypatch.chdir(tmp_path)
+    heldout = {"thousand": ["x" * 1000], "five": ["x" * 500], "blank": [""], "docs": texts}
+    for name, documents in heldout.items():
+        write_documents(tmp_path, documents, f"{name}.jsonl")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\x01" * 9)
+    with pytest.raises((DataError, ConfigError), match=message) as error:
+        load(**{"path": "docs.jsonl"} | changes)
+    assert "\n" not in str(error.value)
 
 
 # --- The table of sources ---------------------------------------------------------------------
