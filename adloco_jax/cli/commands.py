@@ -92,7 +92,8 @@ def export(options: argparse.Namespace, command: str) -> None:
     except DataError as error:  # a damaged ledger, which the model does not need
         print(f"the card was not written: {error}", file=sys.stderr)
     source = SOURCES.get(trained.source, trained.source)
-    print(f"{out}: round {trained.round}, {source}, {dtype}")
+    merged = ", the adapter in the weights as published" if options.merge else ""
+    print(f"{out}: round {trained.round}, {source}, {dtype}{merged}")
 
 
 def generate(options: argparse.Namespace, command: str) -> None:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from adloco_jax.models.kernels import BASE, multiply_float32
-from adloco_jax.models.quantised import dequantised
+from adloco_jax.models.quantised import dequantised, is_quantised
 
 DTYPES = ("float32", "bfloat16")  # the dtypes in which a model may compute
 
@@ -90,7 +90,7 @@ def _weight(
 ) -> tuple[Any, Tap]:
     """Return a module's weight, and the tap of its layer: None if the weight is frozen."""
     if module.has_variable(BASE, name):
-        return lax.stop_gradient(dequantised(module.get_variable(BASE, name))), None
+        return lax.stop_gradient(module.get_variable(BASE, name)), None
     return module.param(name, init, shape, jnp.float32), tap_B
 
 
@@ -362,6 +362,10 @@ class Linear(nn.Module):
         how: Any = {"dtype": self.dtype, "to_float32": self.to_float32}
         shape = (x_BLD.shape[-1], self.features)
         w_DF, own_tap_B = _weight(self, "kernel", _INIT, shape, tap_B)
+        if is_quantised(w_DF):
+            # Without the barrier XLA for GPUs dequantises several layers ahead, and holds them.
+            w_DF, x_BLD = lax.optimization_barrier((w_DF, x_BLD))
+            w_DF = dequantised(w_DF)
         y_BLF = project(x_BLD, w_DF, own_tap_B, **how)
         if self.adapter is not None:
             rank, alpha, _ = self.adapter
