@@ -115,36 +115,42 @@ def say_compiling(event: Compiling | Compiled) -> None:
 class Learner:
     """Runs workers one after another, each on all devices of this process."""
 
-    def __init__(self, given: LearnerSetup):
+    def __init__(self, setup: LearnerSetup):
         """Load the rows and prepare the programs.
 
         Raises UserError if the corpus cannot be read, or `ensemble.model_shards` does not fit the
         devices.
         """
         use_compilation_cache()
-        settings, machine = given.settings, here()
-        self.corpus = given.corpus or load_corpus(
-            settings, num_classes=class_count(settings.model), commit=given.commit
+        settings, machine = setup.settings, here()
+        self.corpus = setup.corpus or load_corpus(
+            settings, num_classes=class_count(settings.model), commit=setup.commit
         )
         steps = settings.inner.steps_per_round
-        part = steps // num_parts(steps, settings.engine)
         spec = dataclasses.replace(
-            given.spec,
+            setup.spec,
             machine=machine,
-            num_micro_batches=part,
+            num_micro_batches=steps // num_parts(steps, settings.engine),
             sequential=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(
                 settings.data.sequence_length * settings.model.width, machine
             ),
         )
         # Attention and layers as these devices want them, not the driver's.
-        model = None if given.by_fit else configured_model(settings, machine)
-        shards, memory_frac = settings.ensemble.model_shards, settings.batching.memory_frac
-        self.spec = on_devices(spec, model, (1,), given=shards, memory_frac=memory_frac)
-        base = given.base
+        model = None if setup.by_fit else configured_model(settings, machine)
+        self.spec = on_devices(
+            spec,
+            model,
+            (1,),
+            given=settings.ensemble.model_shards,
+            memory_frac=settings.batching.memory_frac,
+        )
+        base = setup.base
         if model is not None and settings.adapter.rank and base.params is None:
-            base = with_weights(model, settings.model, machine, seed=settings.seed)[0].base
-        self.programs, self.base = Programs(self.spec, say_compiling), base.fingerprint
+            model, _ = with_weights(model, settings.model, machine, seed=settings.seed)
+            base = model.base
+        self.base = base.fingerprint
+        self.programs = Programs(self.spec, say_compiling)
         self.programs.hold(base.params)
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id
@@ -163,8 +169,9 @@ class Learner:
 
     def _wait(self) -> None:
         """Begin to measure what the learner does until its next round."""
-        # When the last round ended, and seconds of uploads and downloads since, if known.
-        self._free_s, self.uploading_s, self.downloading_s = time.monotonic(), 0.0, 0.0
+        self._free_s = time.monotonic()  # when the last round ended
+        self.uploading_s = 0.0  # since then, if known
+        self.downloading_s = 0.0
 
     def leave(self, *_: object) -> None:
         """Ask the learner to leave the run, for instance at a signal."""
@@ -203,8 +210,9 @@ class Learner:
         `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
         None if nothing does. Raises Refused if parameters or states are not the right ones.
         """
-        moved_s = self.uploading_s, self.downloading_s
-        free_s = max(time.monotonic() - self._free_s - sum(moved_s), 0.0)
+        uploading_s, downloading_s = self.uploading_s, self.downloading_s
+        since_s = time.monotonic() - self._free_s
+        waiting_s = max(since_s - uploading_s - downloading_s, 0.0)
         m = request.trainer
         params_M = self._params.pop(m, None)
         if params is not None and not request.is_update:
@@ -214,22 +222,27 @@ class Learner:
         if params_M is None or tree_sha256(params_M) != request.params_sha256:
             raise Refused(f"request: other parameters of trainer {m} than this learner has")
         responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
-        if request.is_taken(self.spec):
+        if request.is_taken(self.spec):  # the trainer takes the worker's parameters
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[m] = params_M
         self._wait()
-        between_s = np.array([moved_s[0], free_s, moved_s[1]])
+        between_s = np.array([uploading_s, waiting_s, downloading_s])
         return [responses[0]._replace(between_s=between_s), *responses[1:]]
 
     def _run_worker(
         self, request: Request, work: WorkerRequest, inputs: Inputs, params_M: PyTree
     ) -> Response:
         """Run a worker's round, in halves of its micro-batches once memory has not sufficed."""
+        wanted = request.micro_batch_size
         while True:
-            whole = request.micro_batch_size
-            size = math.gcd(whole, min(whole, self._max_batch_size))
-            plan = RoundPlan(size, whole // size * request.num_accum_steps, work.num_updates)
+            # The largest one that memory may allow and that divides the driver's.
+            size = math.gcd(wanted, min(wanted, self._max_batch_size))
+            plan = RoundPlan(
+                micro_batch_size=size,
+                num_accum_steps=wanted // size * request.num_accum_steps,
+                num_updates=work.num_updates,
+            )
             group = Group((request.trainer,), (1,), plan=plan)
             try:
                 if size == 1 or self._fits(group):
@@ -240,6 +253,7 @@ class Learner:
             self._max_batch_size = size // 2
 
     def _fits(self, group: Group) -> bool:
+        """Whether the program of a group's inner steps fits in a device's memory."""
         key = group.steps_key()
         if key not in self._needed:
             self._needed[key] = peak(self.programs, key, (1,)).total
@@ -253,11 +267,10 @@ class Learner:
         inputs: Inputs,
         params_M: PyTree,
     ) -> Response:
-        spec, plan, key = self.spec, group.plan, (request.trainer, work.worker_id, work.start)
-        if work.worker_id in inputs.inner_states:
-            self.held[key] = inputs.inner_states[work.worker_id]
-        for other in [k for k in self.held if k[1] == work.worker_id and k != key]:
-            del self.held[other]
+        """Run a worker's round in the group's micro-batches; measure statistics first."""
+        spec, plan = self.spec, group.plan
+        key: StateKey = (request.trainer, work.worker_id, work.start)
+        self._keep_state(key, inputs)
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
         rows_BL = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
@@ -268,24 +281,45 @@ class Learner:
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
             alone = alone.replace(inner_state_R=before_R)
-        rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1)
-        parts = request.micro_batch_size // plan.micro_batch_size
-        rate_TR, reads_R3 = inputs.rate_T.repeat(parts)[:, None], np.array([key], np.int32)
-        calls = calls_of(group, rows_TRBL, rate_TR, reads_R3, spec)
+        parts = request.micro_batch_size // plan.micro_batch_size  # of the driver's micro-batch
+        calls = calls_of(
+            group,
+            rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1),
+            inputs.rate_T.repeat(parts)[:, None],
+            np.array([key], np.int32),
+            spec,
+        )
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
         ended = workers.replace(inner_state_R=None)
         sent = _send(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             end = work.start + plan.num_sequences
-            self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
-        measured_SR = by_update(group, measured)
+            end_key = (request.trainer, work.worker_id, end)
+            self.held[end_key] = jax.tree.map(lambda leaf: leaf[0], after_R)
+        loss_SR, skipped_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
         stall_s = self.programs.stall_s - stalled_s
         seconds = time.perf_counter() - start_s - stall_s
-        where = {"trainer": request.trainer, "round": request.round, "stream": work.worker_id}
-        self._note(**where, start=work.start, count=plan.num_sequences, stall_s=stall_s)
-        return Response(sent, *measured_SR, stats_R, np.array(max(seconds, 0.0)))
+        self._note(
+            trainer=request.trainer,
+            round=request.round,
+            stream=work.worker_id,
+            start=work.start,
+            count=plan.num_sequences,
+            stall_s=stall_s,
+        )
+        return Response(sent, loss_SR, skipped_SR, stats_R, np.array(max(seconds, 0.0)))
+
+    def _keep_state(self, key: StateKey, inputs: Inputs) -> None:
+        """Keep the inner state with which a worker begins a round, and no other of that worker."""
+        _, worker_id, _ = key
+        if worker_id in inputs.inner_states:
+            self.held[key] = inputs.inner_states[worker_id]
+        for other in [*self.held]:
+            _, other_id, _ = other
+            if other_id == worker_id and other != key:
+                del self.held[other]
 
     def _note(self, **fields: float) -> None:
         """Add a line to the log file of this process."""
@@ -300,6 +334,7 @@ def _alone(params_M: PyTree) -> Ensemble:
 
 
 def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_single: bool):
+    """Pack one worker's difference from its trainer, as it is sent."""
     return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
@@ -321,10 +356,16 @@ def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
 
 
 def _state_precision(path: tuple, precision: Precision) -> Precision:
+    """Return the precision in which a leaf of an optimizer's state is sent.
+
+    optax names first moments `mu` or `trace`, and second moments `nu`.
+    """
     names = {getattr(key, "name", "") for key in path}
-    if "nu" in names and precision == "int4":
-        return "bfloat16"
-    return precision if names & {"mu", "nu", "trace"} else "float32"
+    if "nu" in names:
+        return "bfloat16" if precision == "int4" else precision
+    if "mu" in names or "trace" in names:
+        return precision
+    return "float32"
 
 
 def pack_state(state: PyTree, precision: Precision) -> PyTree:

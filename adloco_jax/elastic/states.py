@@ -56,17 +56,20 @@ class SentParams:
     ) -> tuple[Request, Any]:
         """Complete a learner's request; return it, and a reference to what must be sent with it."""
         present = self._present[request.trainer]
-        present.sha256 = present.sha256 or tree_sha256(whole())
-        base = learner.params_ids.get(request.trainer, 0)
-        is_update = present.update is not None and base == present.id - 1
+        if not present.sha256:
+            present.sha256 = tree_sha256(whole())
+        had_id = learner.params_ids.get(request.trainer, 0)  # of what the learner has; 0: nothing
+        is_update = present.update is not None and had_id == present.id - 1
         request = request._replace(params_sha256=present.sha256, is_update=is_update)
         learner.params_ids[request.trainer] = present.id
-        if base == present.id:
+        if had_id == present.id:
             return request, None
         if is_update not in present.stored:
-            kind = request.trainer, "update" if is_update else "whole"
-            sent = present.update if is_update else whole()
-            present.stored[is_update] = self._pool.put(sent, kind)
+            if is_update:
+                reference = self._pool.put(present.update, (request.trainer, "update"))
+            else:
+                reference = self._pool.put(whole(), (request.trainer, "whole"))
+            present.stored[is_update] = reference
         return request, present.stored[is_update]
 
     def forget(self, learner: LearnerRecord, trainer: int) -> None:
@@ -98,12 +101,14 @@ class InnerStates:
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
-        inner_R, self._here = jax.device_get(inner_R), {}
-        for worker, key in enumerate(state.control.reads()):
-            own = jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
-            found = self._found.get(key) if self._holder(key[1]) else None
+        inner_R = jax.device_get(inner_R)
+        self._here = {}
+        for position, key in enumerate(state.control.reads()):
+            _, worker_id, _ = key
+            own = jax.tree.map(lambda leaf, at=position: leaf[at], inner_R)
+            found = self._found.get(key) if self._holder(worker_id) else None
             if found is None or not jax.tree.all(jax.tree.map(np.array_equal, own, found)):
-                self._here[key[1]] = own
+                self._here[worker_id] = own
         self._found.clear()
 
     def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
@@ -114,9 +119,14 @@ class InnerStates:
         """
         if self._spec.reset_inner_state or not self._pool.transport.moves_states:
             return
-        keys = [key for key in control.reads() if key[1] in targets]
-        self._fetch([key for key in keys if self._holders.get(key[1]) is not targets[key[1]]])
-        self._here |= {key[1]: state for key, state in self._found.items()}
+        keys = []
+        for key in control.reads():
+            _, worker_id, _ = key
+            if worker_id in targets and self._holders.get(worker_id) is not targets[worker_id]:
+                keys.append(key)
+        self._fetch(keys)
+        for (_, worker_id, _), state in self._found.items():
+            self._here[worker_id] = state
 
     def to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
         """Return the inner state that a learner needs for a worker's round; None if it has it."""
@@ -145,13 +155,19 @@ class InnerStates:
         if ensemble.inner_state_R is not None:
             return ensemble
         keys = control.reads()
-        states: list[PyTree | None] = [None] * len(keys)
-        if fetches and not self._spec.reset_inner_state:
+        finds = fetches and not self._spec.reset_inner_state
+        if finds:
             self._fetch(keys)
-            states = [self._here.get(key[1], self._found.get(key)) for key in keys]
-        fresh = self._fresh() if any(each is None for each in states) else None
-        whole = [fresh if each is None else each for each in states]
-        inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *whole)
+        states, fresh = [], None
+        for key in keys:
+            _, worker_id, _ = key
+            found = self._here.get(worker_id, self._found.get(key)) if finds else None
+            if found is None:
+                if fresh is None:
+                    fresh = self._fresh()
+                found = fresh
+            states.append(found)
+        inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *states)
         return ensemble.replace(inner_state_R=inner_R)
 
     def _fetch(self, keys: Sequence[StateKey]) -> None:
@@ -159,8 +175,9 @@ class InnerStates:
         self._found.clear()
         asked: dict[int, list[StateKey]] = {}
         for key in keys:
-            holder = self._holder(key[1])
-            if holder is not None and key[1] not in self._here:
+            _, worker_id, _ = key
+            holder = self._holder(worker_id)
+            if holder is not None and worker_id not in self._here:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
             self._pool.ask(number, "states", wanted, wanted=wanted)
@@ -170,8 +187,11 @@ class InnerStates:
     def _holder(self, worker_id: int) -> LearnerRecord | None:
         """Return who has the state after a worker's last counted round, unless it has ended."""
         holder = self._holders.get(worker_id)
-        return holder if holder and self._pool.learners.get(holder.number) is holder else None
+        if holder is None or self._pool.learners.get(holder.number) is not holder:
+            return None
+        return holder
 
     def _fresh(self) -> PyTree:
+        """Make the inner state of a worker that has made no update."""
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)
         return jax.device_get(self._spec.inner_tx.init(zeros))
