@@ -11,7 +11,7 @@ import pytest
 from nets import config_of
 
 from adloco_jax.models import Llama, hf
-from adloco_jax.models.layers import Adapter
+from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise
 
@@ -132,6 +132,25 @@ def test_logits_and_the_adapters_gradients_are_those_of_transformers_and_peft(na
         wanted = theirs[tensor.name]
         near = {"rtol": 1e-4, "atol": 1e-5 * np.abs(wanted).max()}
         np.testing.assert_allclose(tensor.of(np.asarray(leaf)), wanted, **near)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    SMOLLM2 is None, reason="make real installs the weights, and names their folder"
+)
+def test_logits_of_real_weights_in_four_bits_are_those_of_transformers():
+    loaded = hf.load(SMOLLM2, base_dtype="nf4")
+    base = jax.tree.map(jnp.asarray, loaded.base)
+    network = loaded.network.clone(adapter=Adapter(1, 1.0), layer_form="call")
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    set_to(model, loaded.network, base)
+    tokens_BL = np.random.default_rng(0).integers(0, loaded.network.vocab_size, (1, 17))
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens_BL)).logits.numpy()
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), split_adapter(shapes["params"])[0])
+    found = jax.jit(network.apply)({"params": zeros, "base": base}, jnp.asarray(tokens_BL))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_peft_beside_a_base_of_bitsandbytes_has_the_loss_of_the_export(tmp_path):
