@@ -377,7 +377,8 @@ def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, d
         run_join.join(url, own=own, accepts_data=how == "accepted")
 
 
-def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd):
+def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd, shared_programs):
+    shared_programs.clear()  # other tests have compiled them
     there = InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "one", settings_at(there.url, num_workers=1))
     said = capfd.readouterr().out
