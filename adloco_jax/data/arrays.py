@@ -58,19 +58,21 @@ class ArrayRows:
         Raises:
           ConfigError: If the shape or type of an argument is not allowed, or an id is beyond int32.
         """
-        rows = _rows("tokens", tokens, sequence_length)
+        rows = _checked_rows("tokens", tokens, sequence_length)
         if isinstance(heldout, float):
             num_heldout = max(MIN_HELDOUT_ROWS, round(heldout * len(rows)))
-            rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
+            self.rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
         else:
-            self.heldout_rows = _rows("heldout", heldout, rows.shape[1] - 1)
-        if num_copies := _num_copies(self.heldout_rows, rows):
+            self.rows = rows
+            self.heldout_rows = _checked_rows("heldout", heldout, rows.shape[1] - 1)
+        num_copies = _num_copies(self.heldout_rows, self.rows)
+        if num_copies:
             warnings.warn(
                 f"heldout: {num_copies} of {len(self.heldout_rows)} rows are also training rows, so"
                 " the held-out loss is too low; hold out other rows",
                 stacklevel=2,
             )
-        self.rows, self.fingerprint = rows, _fingerprint(rows, self.heldout_rows)
+        self.fingerprint = _fingerprint(self.rows, self.heldout_rows)
 
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
         """Return a copy that knows the order in which a run's workers read the rows.
@@ -81,7 +83,10 @@ class ArrayRows:
           ConfigError: If `data.sequence_length` is not the L of the rows.
           DataError: If a worker would have no row to read.
         """
-        length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
+        if num_classes is None:
+            length = self.rows.shape[1] - 1
+        else:
+            length = self.rows.shape[1] - NUM_FIELDS
         if settings.data.sequence_length != length:
             raise ConfigError(
                 f"data.sequence_length = {settings.data.sequence_length}: the rows of the corpus"
@@ -102,29 +107,36 @@ class ArrayRows:
         return self.rows[index].astype(np.int32)
 
 
-def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
+def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
+    """Return rows [N, L + 1] of an argument, which are cut here if it is one sequence.
+
+    Raises ConfigError, which begins with the argument's name, if it is no array of int32 values.
+    """
     array = np.asarray(given)
+    found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
+    if array.ndim == 1 and sequence_length is None:
+        raise ConfigError(
+            f"{found}; give ArrayRows the length of its rows: ArrayRows(..., sequence_length=L)"
+            " (data.sequence_length does not reach it)"
+        )
     length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
-    fits = array.ndim in (1, 2) and length >= 1 and sequence_length in (None, length)
-    fits = fits and np.issubdtype(array.dtype, np.integer)
-    ids = [int(array.min(initial=0)), int(array.max(initial=0))] if fits else []
-    if not fits or not -(2**31) <= ids[0] <= ids[1] < 2**31:
-        found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
-        if array.ndim == 1 and sequence_length is None:
-            raise ConfigError(
-                f"{found}; give ArrayRows the length of its rows: ArrayRows(..., sequence_length=L)"
-                " (data.sequence_length does not reach it)"
-            )
-        raise ConfigError(f"{found}, ids {ids}; {_EXPECTED}")
+    is_length_right = length >= 1 and sequence_length in (None, length)
+    is_integer = np.issubdtype(array.dtype, np.integer)
+    if array.ndim not in (1, 2) or not is_length_right or not is_integer:
+        raise ConfigError(f"{found}; {_EXPECTED}")
+    least, largest = int(array.min(initial=0)), int(array.max(initial=0))
+    if least < -(2**31) or largest >= 2**31:
+        raise ConfigError(f"{found}, ids from {least} to {largest}; {_EXPECTED}")
     if array.ndim == 1:
         num_rows = len(array) // (length + 1)
         array = array[: num_rows * (length + 1)].reshape(num_rows, length + 1)
     return array
 
 
-def _fingerprint(*parts: np.ndarray) -> str:
+def _fingerprint(*arrays: np.ndarray) -> str:
+    """Hash the shapes and values of arrays of rows, as int32 whatever their type."""
     digest = hashlib.sha256()
-    for rows in parts:
+    for rows in arrays:
         digest.update(f"{rows.shape}".encode())
         for chunk in _chunks(rows):
             digest.update(chunk.data)
@@ -132,15 +144,19 @@ def _fingerprint(*parts: np.ndarray) -> str:
 
 
 def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
-    def hashes(rows: np.ndarray) -> Iterator[int]:
-        return (hash(row.tobytes()) for chunk in _chunks(rows) for row in chunk)
+    """Count the held-out rows that are also among the training rows, compared by their hashes."""
 
-    held = set(hashes(heldout))
-    copied = held.intersection(hashes(rows))
-    return sum(of_row in copied for of_row in hashes(heldout))
+    def hashes(rows: np.ndarray) -> Iterator[int]:
+        for chunk in _chunks(rows):
+            for row in chunk:
+                yield hash(row.tobytes())
+
+    copied = set(hashes(heldout)).intersection(hashes(rows))
+    return sum(1 for row_hash in hashes(heldout) if row_hash in copied)
 
 
 def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield some rows at a time, as little-endian int32, so that hashes agree everywhere."""
     step = max(1, _CHUNK_TOKENS // rows.shape[1])
     for start in range(0, len(rows), step):
         yield np.ascontiguousarray(rows[start : start + step], "<i4")

@@ -20,11 +20,11 @@ def file_sha256(path: Path) -> str:
 
 def sync(path: Path) -> None:
     """Write a file's content, or a folder's list of entries, from the system's buffers to disk."""
-    number = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -46,13 +46,15 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """
     partial = local_path(folder).with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
-    if old.exists() and not folder.exists():
+    if old.exists() and not folder.exists():  # an earlier call was killed between its renames
         old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    mode = partial.stat().st_mode & 0o666  # what the umask leaves; some libraries write 0600
+
+    # Files get the permissions that the umask allows, because some libraries write them with 0600.
+    mode = partial.stat().st_mode & 0o666
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
             path.chmod(mode)
@@ -64,18 +66,19 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def local_path(path: str | Path, where: str = "") -> Path:
-    """Return the path of something to write.
+    """Return the path of something to write; `where` is the "key=" before it, for messages.
 
     Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
     have this name.
     """
+    # A protocol before ":/", because `Path` has made "s3:/x" of "s3://x".
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
     try:
-        str(path).encode()
+        str(path).encode()  # ValueError if the name is not UTF-8
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)
-    except (OSError, ValueError) as error:  # the name is too long, has a NUL or is not UTF-8
+            os.lstat(path)  # an error if the name is too long or has a NUL
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
     return Path(path)
 

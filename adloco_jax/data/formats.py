@@ -27,15 +27,20 @@ class Format(BaseModel):
 
 
 def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
-    """Return a JSON value as a format says; raise `error` with the first fault in one line."""
+    """Return a JSON value as an instance of `kind`, a `Format` or another type.
+
+    Raises `error` with one line of text if it does not fit: `name`, the field, and what is wrong.
+    """
     try:
         return _adapter(kind).validate_python(value, extra="ignore")
     except ValidationError as faults:
         first = faults.errors()[0]
-        where = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-        need = first["msg"].replace("Input should be", "expected")
-        have = "" if first["type"] == "missing" else f"have {repr(first['input'])[:60]}, "
-        raise error(f"{name}{''.join(where)}: {have}{need}") from faults
+        for key in first["loc"]:  # names of fields, and positions in lists
+            name += f"[{key}]" if isinstance(key, int) else f".{key}"
+        message = first["msg"].replace("Input should be", "expected")
+        if first["type"] != "missing":
+            message = f"have {repr(first['input'])[:60]}, {message}"
+        raise error(f"{name}: {message}") from faults
 
 
 _adapter = functools.cache(TypeAdapter)
@@ -49,18 +54,18 @@ def read_json(
     Raises `error`, called with one line of text, if the file is missing, too large, no JSON object,
     or a symbolic link without `links`.
     """
-    fault, limit = "missing or not a regular file", max_bytes or MAX_JSON_BYTES
+    limit = max_bytes or MAX_JSON_BYTES
     try:
-        if path.is_file() and (links or not path.is_symlink()):
-            fault = f"larger than {limit} bytes"
-            if path.stat().st_size <= limit:
-                content = json.loads(path.read_bytes())
-                if isinstance(content, dict):
-                    return content
-                fault = f"have a JSON {type(content).__name__}, need an object"
+        if not path.is_file() or (path.is_symlink() and not links):
+            raise error(f"{path}: missing or not a regular file")
+        if path.stat().st_size > limit:
+            raise error(f"{path}: larger than {limit} bytes")
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as cause:
-        fault = f"no readable JSON ({cause})"
-    raise error(f"{path}: {fault}")
+        raise error(f"{path}: no readable JSON ({cause})") from cause
+    if not isinstance(content, dict):
+        raise error(f"{path}: have a JSON {type(content).__name__}, need an object")
+    return content
 
 
 def with_tuples(value: Any) -> Any:
@@ -70,4 +75,6 @@ def with_tuples(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}
-    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(with_tuples(item) for item in value)
+    return value

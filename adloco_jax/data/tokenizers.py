@@ -34,9 +34,12 @@ _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay bel
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
 # and the files that describe it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
-_HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja")
-_HUB_FILES += ("added_tokens.json", "config.json", GENERATION)
+_HUB_FILES = (
+    *("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja"),
+    *("added_tokens.json", "config.json", GENERATION),
+)
 _Ids: TypeAlias = StrictInt | list[StrictInt] | None
+_ANSWER = "xyzzy"  # the content of turns by which a template is tried; no template writes it
 # A text by which two tokenizers are compared.
 _SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
 
@@ -102,14 +105,16 @@ class Tokenizer:
 
     def on(self, date: str) -> "Tokenizer":
         """Return a tokenizer whose template writes a date; see `render`."""
-        render, mark = (
-            call and functools.partial(call, date=date) for call in (self.render, self.mark)
-        )
+        render, mark = self.render, self.mark
+        if render is not None:
+            render = functools.partial(render, date=date)
+        if mark is not None:
+            mark = functools.partial(mark, date=date)
         return dataclasses.replace(self, render=render, mark=mark)
 
     def reads(self, field: str) -> bool:
         """Whether the chat template names a field of turns, or of what else it is given."""
-        return _names(self.template, field)
+        return _has_word(self.template, field)
 
 
 class _Bytes(Tokenizer):
@@ -118,25 +123,30 @@ class _Bytes(Tokenizer):
         return [self._encode(text.encode()) for text in texts]
 
     def _encode(self, text: bytes) -> np.ndarray:
-        end = np.array([self.eot_id])
-        pieces = [np.frombuffer(piece, np.uint8) for piece in text.split(_END_OF_TEXT.encode())]
-        parts = [part for piece in pieces for part in (end, piece)]
-        return np.concatenate(parts[1:], dtype=np.int32)
+        """Return the bytes of a text as ids, with the end of text's id in place of its name."""
+        first, *others = text.split(_END_OF_TEXT.encode())
+        parts = [np.frombuffer(first, np.uint8)]
+        for piece in others:
+            parts += [np.array([self.eot_id]), np.frombuffer(piece, np.uint8)]
+        return np.concatenate(parts, dtype=np.int32)
 
 
 @functools.cache
-def _names(template: str, field: str) -> bool:
-    return re.search(rf"\b{re.escape(field)}\b", template) is not None
+def _has_word(template: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 @functools.cache
-def _on(template: str, date: str) -> str:
-    """Write another date for today's in a template, which gets no function from a caller."""
+def _with_date(template: str, date: str) -> str:
+    """Write a date (YYYY-MM-DD; empty: none) where a template calls for today's.
+
+    The calls are replaced in its text, because `transformers` lets no caller give the function.
+    """
     if not date:
         return template
     day = datetime.date.fromisoformat(date)
-    call = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""
-    return re.sub(call, lambda found: repr(day.strftime(found[2])), template)
+    call = r"""strftime_now\(\s*(["'])(?P<format>.*?)\1\s*\)"""
+    return re.sub(call, lambda found: repr(day.strftime(found["format"])), template)
 
 
 def load_tokenizer(
@@ -161,20 +171,21 @@ def load_tokenizer(
         (written in Python only).
       DataError: If a path does not exist or its content is damaged.
     """
-    try:
-        text = Path(template).expanduser().read_text("utf-8") if template else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.template={template}: unreadable ({reason(error)})") from error
+    template_text = ""
+    if template:
+        try:
+            template_text = Path(template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.template={template}: unreadable ({reason(error)})") from error
     if name == "bytes":
-        return dataclasses.replace(_bytes_tokenizer(text_length, text), name=name)
+        return dataclasses.replace(_bytes_tokenizer(text_length, template_text), name=name)
     hint = "data.tokenizer names another, such as bytes"
-    options: Any = {"one_of": _VOCABULARIES, "key": key, "hint": hint}
-    with fetched(name, _HUB_FILES, **options) as path:
+    with fetched(name, _HUB_FILES, one_of=_VOCABULARIES, key=key, hint=hint) as path:
         if not path.exists():
             raise DataError(f"{key}={name}: no such file or folder")
         if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _VOCABULARIES):
             raise ConfigError(f"{key}={name}: has no tokenizer; {hint}")
-        tokenizer = _hugging_face_tokenizer(path, text_length, text, key)
+        tokenizer = _hugging_face_tokenizer(path, text_length, template_text, key)
     return dataclasses.replace(tokenizer, name=name)
 
 
@@ -196,70 +207,95 @@ def tokenizer_of(
       DataError: If a path does not exist or its content is damaged.
     """
     name, source = data.tokenizer, model.init_from
-    own_options = {"text_length": None if num_classes is None else data.sequence_length}
-    options: Any = own_options | {"template": data.template}
-    own = None
+    text_length = None if num_classes is None else data.sequence_length
+
+    def load(name: str, key: str) -> Tokenizer:
+        return load_tokenizer(name, text_length=text_length, template=data.template, key=key)
+
+    of_weights = None
     # A run with a configured tokenizer resumes without the checkpoint.
     if source and name not in (None, source):
         with contextlib.suppress(UserError):
-            own = load_tokenizer(source, key="model.init_from", **options)
+            of_weights = load(source, "model.init_from")
     try:
-        key = "data.tokenizer" if name else "model.init_from"
-        tokenizer = load_tokenizer(name or source or "bytes", key=key, **options)
+        if name:
+            tokenizer = load(name, "data.tokenizer")
+        else:
+            tokenizer = load(source or "bytes", "model.init_from")
     except UserError:
         if run is None or not (run / "export" / "tokenizer_config.json").exists():
             raise
-        tokenizer = load_tokenizer(str(run / "export"), **own_options)
-    if own:
-        if _facts(tokenizer) != _facts(own):
+        # The export has the run's template.
+        tokenizer = load_tokenizer(str(run / "export"), text_length=text_length)
+    if of_weights:
+        if not _are_alike(tokenizer, of_weights):
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
-                f" the tokenizer of model.init_from={source} with {own.vocab_size}, for which the"
-                " weights were made; leave data.tokenizer unset (=none)"
+                f" the tokenizer of model.init_from={source} with {of_weights.vocab_size}, for"
+                " which the weights were made; leave data.tokenizer unset (=none)"
             )
-        fingerprint = tokenizer.fingerprint
-        tokenizer = dataclasses.replace(own, name=tokenizer.name, fingerprint=fingerprint)
-    if tokenizer.vocab_size > model.vocab_size and source:
-        size = tokenizer.vocab_size
-        raise ConfigError(
-            f"data.tokenizer={tokenizer.name} has {size} ids, the embedding of"
-            f" model.init_from={source} has {model.vocab_size}; enlarge it: in transformers"
-            f" model.resize_token_embeddings({size}) gives new rows the mean of the others, then"
-            " save_pretrained(FOLDER) model and tokenizer, and set model.init_from=FOLDER"
+        tokenizer = dataclasses.replace(
+            of_weights, name=tokenizer.name, fingerprint=tokenizer.fingerprint
         )
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size} ids, model.vocab_size is "
-            f"{model.vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
-        )
+    _require_room(tokenizer, model)
     return tokenizer
 
 
-def _facts(tokenizer: Tokenizer) -> tuple:
+def _are_alike(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have as many ids, and the same ids for a text."""
     (ids,) = tokenizer.encode_batch([_SAMPLE])
-    return tokenizer.vocab_size, tokenizer.eot_id, ids.tolist()
+    (other_ids,) = other.encode_batch([_SAMPLE])
+    is_size_alike = tokenizer.vocab_size == other.vocab_size
+    return is_size_alike and tokenizer.eot_id == other.eot_id and np.array_equal(ids, other_ids)
+
+
+def _require_room(tokenizer: Tokenizer, model: ModelSettings) -> None:
+    """Raise ConfigError if a tokenizer has more ids than the model."""
+    size = tokenizer.vocab_size
+    if size <= model.vocab_size:
+        return
+    if model.init_from:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer.name} has {size} ids, the embedding of"
+            f" model.init_from={model.init_from} has {model.vocab_size}; enlarge it: in"
+            f" transformers model.resize_token_embeddings({size}) gives new rows the mean of the"
+            " others, then save_pretrained(FOLDER) model and tokenizer, and set"
+            " model.init_from=FOLDER"
+        )
+    raise ConfigError(
+        f"data.tokenizer={tokenizer.name} has {size} ids, model.vocab_size is "
+        f"{model.vocab_size}: set model.vocab_size to at least {size}"
+    )
 
 
 def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
+    """Make the tokenizer whose ids are UTF-8 bytes; see `load_tokenizer` for the arguments.
+
+    `template` is the text of a chat template; empty: none.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
     # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
-    vocab = {chr(i if i in printable else next(others)): i for i in range(256)}
+    vocab = {}
+    for byte in range(256):
+        character = chr(byte) if byte in printable else chr(next(others))
+        vocab[character] = byte
+    eot_id = len(vocab)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([_END_OF_TEXT])
 
     def for_transformers() -> Any:
-        names = {"eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
         return _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
             chat_template=template or None,
             clean_up_tokenization_spaces=False,
-            **names,
+            eos_token=_END_OF_TEXT,
+            pad_token=_END_OF_TEXT,
         )
 
     def save(folder: Path, max_length: int | None) -> None:
@@ -268,48 +304,64 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
             _mark_ends(tokenizer, _END_OF_TEXT, text_length)
         _save(tokenizer, folder, max_length)
 
-    end = (256,)
-    around, ends = ((), end) if text_length is None else (end, ())
-    return _Bytes(
+    is_classifier = text_length is not None
+    made = _Bytes(
         backend,
-        257,
-        256,
-        hashlib.sha256(b"bytes").hexdigest(),
-        save,
-        prefix=around,
-        suffix=around,
-        token_ids={"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None},
-        ends=ends,
+        vocab_size=eot_id + 1,
+        eot_id=eot_id,
+        fingerprint=hashlib.sha256(b"bytes").hexdigest(),
+        save=save,
+        prefix=(eot_id,) if is_classifier else (),
+        suffix=(eot_id,) if is_classifier else (),
+        token_ids={"bos_token_id": None, "eos_token_id": eot_id, "pad_token_id": None},
+        ends=() if is_classifier else (eot_id,),
         special=(_END_OF_TEXT,),
-        **(_chats(for_transformers()) if template else {}),
     )
+    return _with_chats(made, for_transformers()) if template else made
 
 
-def _chats(tokenizer: Any) -> dict[str, Any]:
-    """Return what a tokenizer has for chats."""
+def _with_chats(made: Tokenizer, tokenizer: Any) -> Tokenizer:
+    """Add to a tokenizer what that of `transformers` has for chats: nothing without a template."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:  # it has none
-        return {}
+        return made
 
-    def apply(turns: list[dict[str, Any]], tools: list | None, date: str, **how: Any) -> Any:
-        template = _on(tokenizer.get_chat_template(tools=tools), date)
-        return tokenizer.apply_chat_template(turns, tools=tools, chat_template=template, **how)
+    def dated_template(tools: list | None, date: str) -> str:
+        return _with_date(tokenizer.get_chat_template(tools=tools), date)  # may have one for tools
 
     def render(
         turns: list[dict[str, Any]], prompts: bool, tools: list | None = None, date: str = ""
     ) -> str:
-        return apply(turns, tools, date, tokenize=False, add_generation_prompt=prompts)
+        return tokenizer.apply_chat_template(
+            turns,
+            tools=tools,
+            chat_template=dated_template(tools, date),
+            tokenize=False,
+            add_generation_prompt=prompts,
+        )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        offsets = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-        found = apply(turns, tools, date, return_assistant_tokens_mask=True, **offsets)
+        found = tokenizer.apply_chat_template(
+            turns,
+            tools=tools,
+            chat_template=dated_template(tools, date),
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+        # Where the mask of tokens changes an answer begins, or one has ended.
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
-        offsets = found["offset_mapping"]
-        return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2)]
+        offsets = found["offset_mapping"]  # first character of each token, and the one behind
+        return [(offsets[first][0], offsets[end - 1][1]) for first, end in edges.reshape(-1, 2)]
 
-    given = {"template": template, "render": render, "turn_end": _turn_end(tokenizer, render)}
-    return given | ({"mark": mark} if re.search(r"\{%-?\s*generation\b", template) else {})
+    marks_answers = re.search(r"\{%-?\s*generation\b", template) is not None
+    return dataclasses.replace(
+        made,
+        template=template,
+        render=render,
+        mark=mark if marks_answers else None,
+        turn_end=_turn_end(tokenizer, render),
+    )
 
 
 def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
@@ -317,18 +369,17 @@ def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
 
     If the template writes none (GLM's), it is the one with which the next question begins.
     """
-    question, answer = ({"role": r, "content": "xyzzy"} for r in ("user", "assistant"))
+    question = {"role": "user", "content": _ANSWER}
+    answer = {"role": "assistant", "content": _ANSWER}
     try:
-        texts = [
-            render([question, answer], False).rpartition("xyzzy")[2],
-            render([question, answer, question], False).split("xyzzy")[2],
-        ]
+        _, _, after_last = render([question, answer], False).rpartition(_ANSWER)
+        before_question = render([question, answer, question], False).split(_ANSWER)[2]
     except Exception:  # deliberately broad, because templates are programs
         return ()
-    for text in texts:
-        first = tokenizer.encode(text.strip(), add_special_tokens=False)[:1]
-        if first and first[0] in tokenizer.added_tokens_decoder:
-            return tuple(first)
+    for text in (after_last, before_question):
+        ids = tokenizer.encode(text.strip(), add_special_tokens=False)
+        if ids and ids[0] in tokenizer.added_tokens_decoder:
+            return (ids[0],)
     return ()
 
 
@@ -339,17 +390,18 @@ def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
 
     Raises DataError if the file that names them is damaged.
     """
-    for path in (folder / GENERATION, folder / "config.json"):
-        if path.is_file():
-            content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
-            given = content.get("eos_token_id", [])
-            ids = checked(given, _Ids, f"{path}: eos_token_id", DataError)
-            if ids is None:
-                return ()
-            if isinstance(ids, int):
-                ids = [ids]
-            return tuple(i for i in ids if vocab_size is None or 0 <= i < vocab_size)
-    return ()
+    path = folder / GENERATION
+    if not path.is_file():
+        path = folder / "config.json"
+    if not path.is_file():
+        return ()
+    content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
+    ids = checked(content.get("eos_token_id", []), _Ids, f"{path}: eos_token_id", DataError)
+    if ids is None:
+        return ()
+    if isinstance(ids, int):
+        ids = [ids]
+    return tuple(i for i in ids if vocab_size is None or 0 <= i < vocab_size)
 
 
 def _transformers() -> Any:
@@ -361,7 +413,10 @@ def _transformers() -> Any:
 def _hugging_face_tokenizer(
     path: Path, text_length: int | None, template: str, key: str
 ) -> Tokenizer:
-    tokenizer: Any
+    """Load a tokenizer from a file or folder; see `load_tokenizer` for arguments and errors.
+
+    `template` is the text of a chat template; empty: the tokenizer's.
+    """
     for file in path.iterdir() if path.is_dir() else [path]:
         is_part = file.suffix in (".json", ".model", ".txt", ".jinja")
         if is_part and file.stat().st_size > _MAX_FILE_BYTES:
@@ -369,22 +424,10 @@ def _hugging_face_tokenizer(
                 f"{key}={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
                 f" {_MAX_FILE_BYTES}"
             )
-    transformers = _transformers()
-    try:
-        if path.suffix == ".json":
-            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        elif path.is_file() or _has_code(path):
-            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-            tokenizer.init_kwargs.pop("auto_map", None)
-        else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
-            )
-    except Exception as error:  # deliberately broad, because each fault raises its own class
-        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
-        raise DataError(f"{key}={path}: damaged or no tokenizer ({reason})") from error
+    tokenizer = _read_tokenizer(path, key)
     if path.suffix == ".json":
         _name_special_tokens(tokenizer)
+    # BERT's kinds have no end of text, but a token that separates texts.
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eot_id is None or not tokenizer.is_fast:
         raise ConfigError(
@@ -403,32 +446,54 @@ def _hugging_face_tokenizer(
     prefix, suffix = _ends(backend)
     # PyTorch does not train the embedding that the model's config names as padding.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
-    token_ids = {"bos_token_id": tokenizer.bos_token_id}
-    token_ids |= {"eos_token_id": eot_id, "pad_token_id": pad_id}
-
-    def save(folder: Path, max_length: int | None) -> None:
-        _save(tokenizer, folder, max_length)
-        if (generation := path / GENERATION).is_file():
-            shutil.copyfile(generation, folder / GENERATION)
-
-    tokenizer.chat_template = template or tokenizer.chat_template
+    if template:
+        tokenizer.chat_template = template
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     ends: tuple[int, ...] = ()
     if text_length is None:
-        ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))
-    return Tokenizer(
+        ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))  # each once, in order
+
+    def save(folder: Path, max_length: int | None) -> None:
+        _save(tokenizer, folder, max_length)
+        generation = path / GENERATION
+        if generation.is_file():
+            shutil.copyfile(generation, folder / GENERATION)
+
+    made = Tokenizer(
         backend,
-        vocab_size,
-        eot_id,
-        hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
-        save,
+        vocab_size=vocab_size,
+        eot_id=eot_id,
+        fingerprint=hashlib.sha256(f"{eot_id} {backend.to_str()}".encode()).hexdigest(),
+        save=save,
         prefix=prefix,
         suffix=suffix,
-        token_ids=token_ids,
+        token_ids={
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": eot_id,
+            "pad_token_id": pad_id,
+        },
         ends=ends,
         special=tuple(tokenizer.get_added_vocab()),
-        **_chats(tokenizer),
     )
+    return _with_chats(made, tokenizer)
+
+
+def _read_tokenizer(path: Path, key: str) -> Any:
+    """Return the tokenizer that `transformers` reads; DataError, with `key`, if it is damaged."""
+    transformers = _transformers()
+    try:
+        if path.suffix == ".json":
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if path.is_file() or _has_code(path):
+            tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+            tokenizer.init_kwargs.pop("auto_map", None)  # names the code, for an export
+            return tokenizer
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # deliberately broad, because each fault raises its own class
+        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
+        raise DataError(f"{key}={path}: damaged or no tokenizer ({reason})") from error
 
 
 def _has_code(folder: Path) -> bool:
@@ -444,9 +509,13 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
     from tokenizers import processors
 
     backend = tokenizer.backend_tokenizer
-    before, after = ([backend.id_to_token(i) for i in ids] for ids in _ends(backend))
+    prefix, suffix = _ends(backend)
+    before = [backend.id_to_token(i) for i in prefix]
+    after = [backend.id_to_token(i) for i in suffix]
     if not before or not after:
-        before, after = before or [tokenizer.cls_token or end], after or [end]
+        before = before or [tokenizer.cls_token or end]
+        after = after or [end]
+        # $A is the text. Of a pair, $B is the second, to which :1 gives the type 1.
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
             pair=[*before, "$A", *after, "$B:1", *(f"{token}:1" for token in after)],
@@ -459,15 +528,17 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
 
 
 def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer puts before a text and after it, by trying a text."""
     import tokenizers
 
-    word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
-    marked = backend.post_process(word)
-    at = marked.special_tokens_mask.index(0)
-    return tuple(marked.ids[:at]), tuple(marked.ids[at + 1 :])
+    one_token = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
+    marked = backend.post_process(one_token)
+    text_index = marked.special_tokens_mask.index(0)
+    return tuple(marked.ids[:text_index]), tuple(marked.ids[text_index + 1 :])
 
 
 def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
+    """Write the files of a tokenizer of `transformers`; `max_length` as in `Tokenizer.save`."""
     if max_length is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
     if getattr(tokenizer, "legacy", False):  # transformers reads this key and does not write it
@@ -482,6 +553,10 @@ def _name_special_tokens(tokenizer: Any) -> None:
     """
     vocab = tokenizer.get_vocab()
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
-    if present or not any(token.special for token in tokenizer.added_tokens_decoder.values()):
-        named = {"eos_token": (present or _END_OF_TEXT_NAMES)[0]}
-        tokenizer.add_special_tokens(named | ({"cls_token": "[CLS]"} if "[CLS]" in vocab else {}))
+    has_special = any(token.special for token in tokenizer.added_tokens_decoder.values())
+    if has_special and not present:
+        return
+    names = {"eos_token": present[0] if present else _END_OF_TEXT}
+    if "[CLS]" in vocab:
+        names["cls_token"] = "[CLS]"
+    tokenizer.add_special_tokens(names)
