@@ -38,17 +38,18 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITI
 class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
-    def __init__(self, number: int, incarnation: int, given: LearnerSetup):
+    def __init__(self, number: int, incarnation: int, setup: LearnerSetup):
         """Begin an incarnation of the learner. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        model, data = given.settings.model, given.settings.data
-        ARCHITECTURES[model.arch], DATA_SOURCES[data.source] = given.entries
-        super().__init__(given)
-        self.enlist(number, incarnation, given.log)
+        model, data = setup.settings.model, setup.settings.data
+        ARCHITECTURES[model.arch], DATA_SOURCES[data.source] = setup.entries
+        super().__init__(setup)
+        self.enlist(number, incarnation, setup.log)
 
 
 def _end_with(parent: int) -> None:
+    """End this process once its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -65,7 +66,7 @@ def check_possible(*_: object) -> None:
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: LearnerSetup | None, is_over: Callable[[], bool]
+    address: str, num_learners: int, setup: LearnerSetup | None, is_over: Callable[[], bool]
 ) -> Iterator["RayTransport"]:
     """Connect to the Ray cluster at an address (HOST:PORT), or start one on this machine.
 
@@ -75,9 +76,11 @@ def connected(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     at_sigterm = signal.getsignal(signal.SIGTERM)
-    # Short, because a socket's path must be.
-    how = {"prefix": "adloco-", "dir": "/tmp", "ignore_cleanup_errors": True}
-    with tempfile.TemporaryDirectory(**how) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="adloco-",
+        dir="/tmp",  # short, because a socket's path must be
+        ignore_cleanup_errors=True,
+    ) as folder:
         if address:
             _connect(address)
         else:
@@ -87,12 +90,13 @@ def connected(
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, at_sigterm)  # Ray has replaced it
         try:
-            yield RayTransport(num_learners, given)
+            yield RayTransport(num_learners, setup)
         finally:
             ray.shutdown()
 
 
 def _connect(address: str) -> None:
+    """Connect to a cluster that is there."""
     import ray
 
     try:
@@ -135,6 +139,7 @@ def _start(num_learners: int, folder: str) -> None:
 
 
 def _reply(call: Any) -> Reply:
+    """Return the result of a call that has ended, or in words why there is none."""
     import ray
 
     try:
@@ -157,11 +162,12 @@ class RayTransport:
 
     launches = moves_states = True
 
-    def __init__(self, num_learners: int, given: LearnerSetup | None):
+    def __init__(self, num_learners: int, setup: LearnerSetup | None):
         import ray
 
         self._ray = ray
-        self._num_learners, (self._given, _) = num_learners, self.put(given, None)
+        self._num_learners = num_learners
+        self._setup, _ = self.put(setup, None)
 
     def put(self, params: Any, kind: Any) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.
@@ -187,7 +193,7 @@ class RayTransport:
             "concurrency_groups": {"aside": 2},
             "scheduling_strategy": "SPREAD",
         }
-        return self._ray.remote(**options)(RayLearner).remote(number, incarnation, self._given)
+        return self._ray.remote(**options)(RayLearner).remote(number, incarnation, self._setup)
 
     def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
         """Call a method of a learner without waiting; return a reference for `poll`, and bytes."""

@@ -22,6 +22,7 @@ from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
 
 _TOLD = ("python", "jax")  # whose versions may differ between machines
+_PINGS = 4  # a learner is asked so many times in the time after which it counts as lost
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
 
 
@@ -122,9 +123,12 @@ class LearnerPool:
         rule, events, before_s = self._settings.engine, [], self._looked_s
         replies = self.transport.poll([*self._calls], _POLL_S)
         self._looked_s = time.monotonic()
-        self._forgive(self._looked_s - before_s - _POLL_S)
+        away_s = self._looked_s - before_s - _POLL_S  # in which the driver did not look
+        if away_s > _POLL_S:
+            self._put_off_deadlines(away_s)
         for call, reply in replies.items():
-            if (asked := self._calls.pop(call, None)) is None:
+            asked = self._calls.pop(call, None)
+            if asked is None:
                 continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
             self.wire_bytes += reply.num_bytes
@@ -139,20 +143,22 @@ class LearnerPool:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
             restart_s = rule.restart_s if self.transport.launches else math.inf
-            if cause := learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s):
+            cause = learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s)
+            if cause:
                 events.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
                 self.ask(number, "ping")
-                learner.asked_s, learner.next_s = now_s, now_s + rule.heartbeat_s / 4
+                learner.asked_s = now_s
+                learner.next_s = now_s + rule.heartbeat_s / _PINGS
         return events
 
-    def _forgive(self, seconds: float) -> None:
-        """Move the deadlines of all learners by the seconds that the driver could not look."""
-        if seconds <= _POLL_S:
-            return
+    def _put_off_deadlines(self, away_s: float) -> None:
+        """Move the deadlines of all learners: the driver was late, not they."""
         for learner in self.learners.values():
-            learner.asked_s = None if learner.asked_s is None else learner.asked_s + seconds
-            learner.due_s = None if learner.due_s is None else learner.due_s + seconds
+            if learner.asked_s is not None:
+                learner.asked_s += away_s
+            if learner.due_s is not None:
+                learner.due_s += away_s
 
     def up_s(self) -> float:
         """Return the seconds that learner processes have been up.
@@ -162,8 +168,8 @@ class LearnerPool:
         counts at its end.
         """
         now_s = time.monotonic()
-        there = (each for each in self.learners.values() if each.joined)
-        return self._ended_up_s + sum(now_s - each.started_s for each in there)
+        present = [each for each in self.learners.values() if each.joined]
+        return self._ended_up_s + sum(now_s - each.started_s for each in present)
 
     @property
     def num_present(self) -> int:
@@ -171,6 +177,7 @@ class LearnerPool:
         return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: LearnerRecord) -> None:
+        """Start a learner's process, or offer its place to who joins; ask for its first sign."""
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
         self.ask(learner.number, "ping")
@@ -196,23 +203,36 @@ class LearnerPool:
 
         `trainer` None: that of a worker that the learner runs.
         """
-        if trainer is None and (worker_ids := self.learners[number].worker_ids):
-            of, present = self.control.trainer_of, sorted(worker_ids)
-            trainer = next((of[worker_id] for worker_id in present if worker_id in of), None)
-        where: dict[str, Any] = {"round": self.control.round, "learner": number, "trainer": trainer}
-        owner, name = self.learners[number].owner, f"learner {number}"
-        if owner:
-            where["owner"] = owner
-            name += f" ({owner})"
-        self._write("learner", **where, what=what, why=why)
-        responses = f" ({counted(self.learners[number].num_responses, 'response')})"
-        say(f"{name} {what}{responses if what in ('left', 'lost') else ''}: {why}")
+        learner = self.learners[number]
+        if trainer is None:
+            for worker_id in sorted(learner.worker_ids):
+                if worker_id in self.control.trainer_of:
+                    trainer = self.control.trainer_of[worker_id]
+                    break
+        line: dict[str, Any] = {
+            "round": self.control.round,
+            "learner": number,
+            "trainer": trainer,
+            "what": what,
+            "why": why,
+        }
+        name = f"learner {number}"
+        if learner.owner:
+            line["owner"] = learner.owner
+            name += f" ({learner.owner})"
+        self._write("learner", **line)
+        if what in ("left", "lost"):
+            what += f" ({counted(learner.num_responses, 'response')})"
+        say(f"{name} {what}: {why}")
 
     def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
         """Process the first response of a learner's process: record that the learner has joined."""
         number = learner.number
-        differing = ["other data"] * (found.fingerprint != self._setup.fingerprint)
-        differing += ["other base weights"] * (found.base != self._setup.base.fingerprint)
+        differing = []
+        if found.fingerprint != self._setup.fingerprint:
+            differing.append("other data")
+        if found.base != self._setup.base.fingerprint:
+            differing.append("other base weights")
         # A learner that joins by itself compares the package's, and may have others of the rest.
         if self.transport.launches and found.versions != versions():
             differing.append("other versions of packages")
@@ -224,13 +244,17 @@ class LearnerPool:
                     " it the same files"
                 )
             if self.transport.launches:
-                learner.failures, fault = math.inf, f"{fault}; not started again"
+                learner.failures = math.inf  # the next one would differ too
+                fault += "; not started again"
             return [self._lose(learner, fault, has_run=True)]
-        learner.joined, learner.lost_s, learner.cause = True, None, ""
+        learner.joined = True
+        learner.lost_s = None
+        learner.cause = ""
         about = found.devices
         if not self.transport.launches:
             learner.started_s = time.monotonic()  # until then no machine had joined
-            about += "".join(f", {each} {found.versions.get(each)}" for each in _TOLD)
+            for name in _TOLD:
+                about += f", {name} {found.versions.get(name)}"
         self.note(number, "joined", said(about))
         return []
 
@@ -252,9 +276,10 @@ class LearnerPool:
             learner.compiling_s = now_s
         if found.compiling and learner.due_s is not None:
             learner.due_s = max(learner.due_s, now_s + self._settings.engine.heartbeat_s)
-        if found.has_left:
-            self.let_go(learner)
-        return [Event("lost", learner, None, "it has left")] * found.has_left
+        if not found.has_left:
+            return []
+        self.let_go(learner)
+        return [Event("lost", learner, None, "it has left")]
 
     def let_go(self, learner: LearnerRecord) -> None:
         """Record that a learner has left as it was asked to; others get its workers at once."""
@@ -264,7 +289,8 @@ class LearnerPool:
 
     def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Event:
         """Record the loss of a learner for the ledger, end its process, and plan the next one."""
-        number, has_run = learner.number, has_run or learner.joined
+        number = learner.number
+        has_run = has_run or learner.joined
         if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
         if learner.joined:
@@ -280,13 +306,21 @@ class LearnerPool:
         If processes end before they have joined, the pauses grow.
         """
         before, now_s = self.learners[number], time.monotonic()
-        self._ended_up_s += has_run * (now_s - before.started_s)
+        failures = 0.0 if before.joined else before.failures
+        if has_run:
+            self._ended_up_s += now_s - before.started_s
+            if not before.joined:
+                failures += 1
         self._kill(number)
-        failures = 0 if before.joined else before.failures + has_run
-        start_s = now_s + pause_s(failures)
-        learner = self.learners[number] = LearnerRecord(number, before.incarnation + 1, start_s)
-        learner.failures, learner.worker_ids, learner.cause = failures, before.worker_ids, cause
-        learner.lost_s = before.lost_s or now_s
+        self.learners[number] = LearnerRecord(
+            number=number,
+            incarnation=before.incarnation + 1,
+            started_s=now_s + pause_s(failures),
+            failures=failures,
+            worker_ids=before.worker_ids,
+            cause=cause,
+            lost_s=before.lost_s or now_s,
+        )
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""
@@ -295,5 +329,6 @@ class LearnerPool:
         self._connection.close()
 
     def _kill(self, number: int) -> None:
+        """End a learner's process, and forget the calls that it has not answered."""
         self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
         self.transport.kill(self._handles.pop(number))
