@@ -12,6 +12,7 @@ from adloco_jax.elastic.direct_driver import RunObjects
 from adloco_jax.elastic.formats import Refused
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.signatures import Unneeded
+from adloco_jax.errors import ResourceError
 
 PIECE = files.PIECE_BYTES
 
@@ -65,6 +66,14 @@ def test_a_piece_that_was_damaged_on_disk_is_read_again(served, tmp_path):
     there.read.clear()
     cached(served, tmp_path / "cache").read()
     assert there.read == ["hashes", "1"] and found.path.read_bytes() == path.read_bytes()
+
+
+def test_a_cache_that_is_full_is_named_with_what_helps(monkeypatch, served, tmp_path):
+    found = cached(served, tmp_path / "cache")
+    found._kept.unlink()
+    found._kept.symlink_to("/dev/full")
+    with pytest.raises(ResourceError, match=r"cannot be written \(No space left.*make room"):
+        found.read()
 
 
 @pytest.mark.parametrize("damaged", ["hashes", "1"])

@@ -342,9 +342,11 @@ class Remote:
                 connection.close(1, b"no answer")
                 return
             path, rtt = describe_path(connection)
-            if path not in (told, "no path"):
+            if path == "no path":
+                continue
+            if told not in (path, "no path"):
                 say(f"the driver is reached at {path} now, {rtt}")
-                told = path
+            told = path
 
     async def _ask(self, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
         connection = await self._connected()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from adloco_jax.data import Corpus, prepared
 from adloco_jax.data.corpus import fingerprint_of, rows_as_read
+from adloco_jax.data.disk import write_errors
 from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import order_of, stream_rows
@@ -140,6 +141,7 @@ class CachedFile:
         total = min(len(missing) * PIECE_BYTES, self.about.size)
         progress = _Progress(self.about.name, total)
         with (
+            write_errors(self.path),
             concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
             open(self.path, "r+b") as file,
             open(self._kept, "r+b") as kept,
