@@ -3,12 +3,10 @@
 import contextlib
 import datetime
 import faulthandler
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import optax
@@ -20,6 +18,7 @@ from adloco_jax.core.types import Ensemble, LossFn, described
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.memory import Mode
+from adloco_jax.engine.model import Model
 from adloco_jax.engine.optimizers import Labeller
 from adloco_jax.engine.programs import use_compilation_cache
 from adloco_jax.engine.sharding import fetch
@@ -51,6 +50,7 @@ from adloco_jax.run.before.estimate import base_dtype_is_open, base_dtype_line, 
 from adloco_jax.run.join import join as join_run
 from adloco_jax.run.kept.export import write_consensus
 from adloco_jax.run.kept.folder import exclusive, how_to_resume
+from adloco_jax.run.kept.ledger import Ledger
 from adloco_jax.settings import Config, Settings
 from adloco_jax.study import report
 
@@ -116,8 +116,6 @@ def train(
     if workdir is None and jax.process_count() > 1:
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    accept = {"accept_config_change": accept_config_change}
-    accept["accept_data_change"] = accept_data_change
     settings = validate(config)
     if settings.engine.starts_learner:
         processes.leave_accelerator()
@@ -129,7 +127,15 @@ def train(
             whole, choice = fitting_choice(whole, here())
             choice.programs.close()
             print(base_dtype_line(whole))
-        return assemble(whole, here(), folder, trains=True, command=command, **accept)
+        return assemble(
+            whole,
+            here(),
+            folder,
+            trains=True,
+            command=command,
+            accept_config_change=accept_config_change,
+            accept_data_change=accept_data_change,
+        )
 
     with processes.only_first_prints():
         return run_to_end(processes.run_on_all(put_together))
@@ -195,8 +201,6 @@ def fit(
       DataError: If there are too few held-out rows: one with one trainer, else two.
       UserError: In the other cases in which `train` raises an error, except while reading text.
     """
-    accept = {"accept_config_change": accept_config_change}
-    accept["accept_data_change"] = accept_data_change
     folder = Path(workdir)
     model = own_model(
         loss_fn,
@@ -213,13 +217,36 @@ def fit(
     settings = check_own(settings, model, corpus)
 
     def put_together() -> Run:
-        own = {"model": model, "corpus": corpus, "unit": loss_unit}
-        return assemble(settings, here(), folder, trains=True, command=command, **own, **accept)
+        return assemble(
+            settings,
+            here(),
+            folder,
+            trains=True,
+            model=model,
+            corpus=corpus,
+            unit=loss_unit,
+            command=command,
+            accept_config_change=accept_config_change,
+            accept_data_change=accept_data_change,
+        )
 
     return run_to_end(processes.run_on_all(put_together), on_round)
 
 
-def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
+def join(
+    address: str,
+    *,
+    corpus: Rows,
+    loss_fn: LossFn,
+    init_fn: InitFn | None = None,
+    params: PyTree | None = None,
+    num_classes: int | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
+    loss_of: Callable[[Mode], LossFn] | None = None,
+    eval_loss_fn: LossFn | None = None,
+    label_params: Labeller | None = None,
+) -> None:
     """Train for a run of `fit`, as `adloco join` does for `train`.
 
     The address is a ticket, or a bucket's. The other arguments are those of the driver's `fit` that
@@ -230,28 +257,50 @@ def join(address: str, *, corpus: Rows, loss_fn: LossFn, **others: Any) -> None:
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
     """
-    model = own_model(loss_fn, **others)
+    model = own_model(
+        loss_fn,
+        loss_of=loss_of,
+        init_fn=init_fn,
+        params=params,
+        num_classes=num_classes,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+        eval_loss_fn=eval_loss_fn,
+        label_params=label_params,
+    )
 
-    def parts(settings: Settings) -> dict[str, Any]:
+    def checked_parts(settings: Settings) -> tuple[Model, Rows]:
+        # The driver's settings have the rates of its own optimizers already.
         check_own(settings, model._replace(inner_tx=None, outer_tx=None), corpus)
-        return {"model": model, "corpus": corpus}
+        return model, corpus
 
-    join_run(address, own={}, parts=parts)
+    join_run(address, own={}, parts=checked_parts)
 
 
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
     """Run all remaining rounds of a run, export its consensus model, and write the report."""
     check_rules(run)
     require_equal_processes(run)
-    result = _last_attempt(run, on_round or (lambda state, lines: None))
+    if on_round is None:
+        on_round = _ignore_round
+    result = _last_attempt(run, on_round)
     exported = fetch(result.params)
     if processes.is_first():
         tokenizer = getattr(run.corpus, "tokenizer", None)
-        how = {"base_sha256": run.model.base.fingerprint}
-        write_consensus(exported, run.workdir / "export", run.settings, tokenizer, **how)
+        write_consensus(
+            exported,
+            run.workdir / "export",
+            run.settings,
+            tokenizer,
+            base_sha256=run.model.base.fingerprint,
+        )
         report.conclude(run.workdir)
     processes.barrier("the export and the report are written")
     return result
+
+
+def _ignore_round(state: State, lines: list[dict]) -> None:
+    """Do nothing after a round: the caller gave no `on_round`."""
 
 
 def _last_attempt(run: Run, on_round: OnRound) -> Result:
@@ -268,9 +317,13 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures)
                 try:
-                    state = _execute(run, attempt, on_round)
-                    params, loss = attempt.evaluator.params, attempt.recorder.loss
-                    return Result(run.workdir, params, loss, state)
+                    state = _run_rounds(run, attempt, on_round)
+                    return Result(
+                        workdir=run.workdir,
+                        params=attempt.evaluator.params,
+                        loss=attempt.recorder.loss,
+                        state=state,
+                    )
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
 
@@ -290,9 +343,10 @@ def _explaining(run: Run) -> Iterator[None]:
     except _ErrorOfOnRound as wrapped:  # the caller of `fit` catches its own errors
         raise wrapped.error from None
     except Exception as error:  # deliberately broad: a user's function may raise anything
-        if place := own_line(error):
-            raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
-        raise
+        place = own_line(error)
+        if not place:
+            raise
+        raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
 
 
 class _ErrorOfOnRound(Exception):
@@ -303,43 +357,38 @@ class _ErrorOfOnRound(Exception):
         self.error = error
 
 
-def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
-    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
+def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
+    """Run the rounds that are left, and return the last state.
+
+    Raises Preempted after a signal, and DivergedError once no trainer's loss is finite.
+    """
+    settings = run.settings
+    engine = attempt.recorder.engine
+    state = attempt.state
     if is_over(state.control, settings):
         attempt.evaluator.consensus(state)
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
-    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
-    lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
 
-    def call_on_round(state: State, _: Boundary) -> None:
-        new_lines = [lines.popleft() for _ in range(len(lines))]
-        try:
-            on_round(state, new_lines)
-        except UserError:
-            raise
-        except Exception as error:  # deliberately broad: it is the caller's
-            raise _ErrorOfOnRound(error) from error
-
-    observe.append(call_on_round)
-    attempt.recorder.ledger.listeners.append(lines.append)
+    observers: list[Observer] = [
+        attempt.recorder,
+        attempt.evaluator,
+        attempt.checkpoints,
+        _observer_for_caller(attempt.recorder.ledger, on_round),
+    ]
+    # With learners, the driver compiles no programs of rounds: the learners do.
+    is_local = settings.engine.kind == "local"
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
-            # If no round ends within this number of seconds, the tracebacks of all threads are
-            # printed, and the process ends.
-            watchdog = functools.partial(
-                faulthandler.dump_traceback_later, settings.checkpoint.watchdog_s, exit=True
-            )
-            stack.callback(faulthandler.cancel_dump_traceback_later)
-            watchdog()
-            observe.insert(0, lambda state, boundary: watchdog())
-        # With learners, the driver compiles no programs of rounds: the learners do.
-        is_local = settings.engine.kind == "local"
-        ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
-        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
+            watchdog = stack.enter_context(_watchdog(settings.checkpoint.watchdog_s))
+            observers.insert(0, watchdog)
+        needed = [evaluate.loss_key(engine.heldout.batch_size)]
+        if is_local:
+            needed = [*programs_ahead(state.control, settings, engine.programs.spec), *needed]
+        engine.programs.prefetch(needed)
         try:
-            state = adloco(state, settings=settings, engine=engine, observers=observe)
+            state = adloco(state, settings=settings, engine=engine, observers=observers)
             return State(engine.complete(state), state.control)
         except Stopped as error:
             attempt.checkpoints.end(error.state, within=is_local)
@@ -351,3 +400,37 @@ def _execute(run: Run, attempt: Attempt, on_round: OnRound) -> State:
                 f"{error}: the loss of every trainer is not finite; {saved}; try a"
                 " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             ) from None
+
+
+def _observer_for_caller(ledger: Ledger, on_round: OnRound) -> Observer:
+    """Make an observer that gives the caller of `fit` the ledger's lines since its last call."""
+    lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
+    ledger.listeners.append(lines.append)
+
+    def call_on_round(state: State, boundary: Boundary) -> None:
+        new_lines = [lines.popleft() for _ in range(len(lines))]
+        try:
+            on_round(state, new_lines)
+        except UserError:
+            raise
+        except Exception as error:  # deliberately broad: it is the caller's
+            raise _ErrorOfOnRound(error) from error
+
+    return call_on_round
+
+
+@contextlib.contextmanager
+def _watchdog(seconds: float) -> Iterator[Observer]:
+    """End the process, with the tracebacks of all threads, if no round ends within some seconds.
+
+    Yields an observer, which begins to count anew after each round.
+    """
+
+    def count_anew(state: State, boundary: Boundary) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield count_anew
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -23,6 +23,7 @@ from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.optimizers import labeller, parameter_labels
 from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.host import processes
 from adloco_jax.host.versions import versions
@@ -74,60 +75,73 @@ def begin(
     `stack` closes what the attempt opens; `stop` is set by a signal. Raises UserError as `train`
     does.
     """
-    settings, spec = run.settings, run.spec
+    settings = run.settings
     start_s = time.perf_counter() if failures.faults else run.began_s
     sample = sampler(run)
-    restored, damage, end = restore(run)
-    num_rounds = int(settings.last_round) if math.isinf(settings.last_token) else None
-    before = restored.state.control if restored else None
-    began_before = (run.workdir / "ledger.jsonl").exists()
+    content, damage, end = restore(run)
+    num_rounds = None  # with a number of tokens, rounds are not known before
+    if math.isinf(settings.last_token):
+        num_rounds = int(settings.last_round)
+    had_ledger = (run.workdir / "ledger.jsonl").exists()
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
-    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, before, progress))
+    saved_control = None if content is None else content.state.control
+    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, saved_control, progress))
+
     control, programs = begin_control(
         run,
-        restored,
+        content,
         failures.max_batch_size,
         functools.partial(observers.on_compile, ledger, progress),
     )
     stack.callback(programs.close)
-    spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = _make_engine(run, programs, heldout, progress, stop, ledger)
     stack.callback(engine.close)
     engine.control_before = control
-    earlier_s, loss = (restored.host.wall_s, restored.host.loss) if restored else (0.0, None)
-    loss = float("nan") if loss is None else loss
-    is_known = settings.engine.kind == "local" and not run.by_fit
-    most = most_tokens_per_s(spec) if is_known else math.nan
-    clock_s = start_s - earlier_s
-    recorder = observers.Recorder(settings, engine, ledger, progress, clock_s, loss, most)
+
+    peak_tokens_per_s = math.nan  # not known
+    if settings.engine.kind == "local" and not run.by_fit:
+        peak_tokens_per_s = most_tokens_per_s(programs.spec)
+    earlier_s = 0.0
+    loss = None
+    if content is not None:
+        earlier_s = content.host.wall_s
+        loss = content.host.loss
+    recorder = observers.Recorder(
+        settings=settings,
+        engine=engine,
+        ledger=ledger,
+        progress=progress,
+        start_s=start_s - earlier_s,
+        loss=math.nan if loss is None else loss,
+        most_tokens_per_s=peak_tokens_per_s,
+    )
+    # A finished run whose checkpoint is damaged trains again.
     ended = end is not None and is_over(control, settings)
-    if not ended:  # a finished run whose checkpoint is damaged trains again
-        used = {"start_s": time.perf_counter() - start_s, "stall_s": programs.stall_s}
-        observers.write_start(run, ledger, control, damage, failures.faults, **used)
+    if not ended:
+        observers.write_start(
+            run,
+            ledger,
+            control,
+            damage,
+            failures.faults,
+            start_s=time.perf_counter() - start_s,
+            stall_s=programs.stall_s,
+        )
     notes = [f"damaged, and set aside: {line}" for line in damage]
-    if restored:
+    if content is not None:
         notes.append(f"resuming after round {control.round}")
-    elif began_before:
+    elif had_ledger:
         notes.append("begins again: no round was saved")
-    if spec.machine.platform != "cpu":
-        notes.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
-    notes.append(run.heldout.describe(run.model.num_classes))
-    label_params = labeller(settings.model.arch, run.model.label_params)
-    rules = {"inner": settings.inner, "outer": settings.outer}
-    labels = parameter_labels(spec.params, label_params, **rules)
-    notes += label_lines(settings.inner.tx, labels)
-    how = how_to_resume(run.workdir, by_fit=run.by_fit)
-    notes.append(f"folder: {run.workdir}; if the run stops, to resume: {how}")
-    notes += run_header(settings, spec, control.max_batch_size, run.own)
-    notes += length_lines(settings, most, len(run.heldout.report_EL))
-    if not run.by_fit:
-        notes += longer_lines(settings)
+    notes += _first_lines(run, programs.spec, control, peak_tokens_per_s)
     for line in notes:
         progress.note(line)
-    ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
 
+    if content is None:
+        ensemble = initial_ensemble(run, control)
+    else:
+        ensemble = content.state.ensemble
     saver = Saver(
         run.workdir / "checkpoints",
         keep=settings.checkpoint.keep,
@@ -138,9 +152,34 @@ def begin(
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
-    done = settings.share_done(control.round, control.tokens_total)
-    progress.begin(done, lambda: programs.stall_s)
+    share_done = settings.share_done(control.round, control.tokens_total)
+    progress.begin(share_done, lambda: programs.stall_s)
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
+
+
+def _first_lines(
+    run: Run, spec: ProgramSpec, control: Control, peak_tokens_per_s: float
+) -> list[str]:
+    """Describe the run on the terminal before its first round."""
+    settings = run.settings
+    lines = []
+    if spec.machine.platform != "cpu":
+        lines.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
+    lines.append(run.heldout.describe(run.model.num_classes))
+    labels = parameter_labels(
+        spec.params,
+        labeller(settings.model.arch, run.model.label_params),
+        inner=settings.inner,
+        outer=settings.outer,
+    )
+    lines += label_lines(settings.inner.tx, labels)
+    resume = how_to_resume(run.workdir, by_fit=run.by_fit)
+    lines.append(f"folder: {run.workdir}; if the run stops, to resume: {resume}")
+    lines += run_header(settings, spec, control.max_batch_size, run.own)
+    lines += length_lines(settings, peak_tokens_per_s, len(run.heldout.report_EL))
+    if not run.by_fit:
+        lines += longer_lines(settings)
+    return lines
 
 
 def _make_engine(
@@ -153,8 +192,12 @@ def _make_engine(
 ) -> observers.RunEngine:
     """Make the engine that `engine.kind` names."""
     if run.settings.engine.kind == "local":
-        # Several processes all end the round, because one does not know what others do.
-        is_stopped = stop.is_set if jax.process_count() == 1 else bool
+        is_alone = jax.process_count() == 1
+
+        def is_stopped() -> bool:
+            # Several processes all end the round, because one does not know what others do.
+            return is_alone and stop.is_set()
+
         return LocalEngine(
             run.settings,
             programs.spec,
@@ -164,11 +207,14 @@ def _make_engine(
             on_call=progress.call,
             is_stopped=is_stopped,
         )
-    model, data = run.settings.model, run.settings.data
+    model = run.settings.model
+    data = run.settings.data
+    # Learners load the configured corpus themselves.
+    corpus = None if isinstance(run.corpus, Corpus) else run.corpus
     setup = LearnerSetup(
         settings=run.settings,
         spec=run.spec,
-        corpus=None if isinstance(run.corpus, Corpus) else run.corpus,
+        corpus=corpus,
         base=run.model.base._replace(params=None),
         by_fit=run.by_fit,
         commit=getattr(run.corpus, "commit", ""),
@@ -186,11 +232,15 @@ def _open_ledger(
     """Record the config again, open the ledger and its trackers; only process 0 writes."""
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
-    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
-    made_with["data_commit"] = getattr(run.corpus, "commit", "")
-    made_with["base_fingerprint"] = run.model.base.fingerprint
-    made_with["made_by"] = "fit" if run.by_fit else "train"
-    write_config(run.workdir, run.settings, **made_with)
+    write_config(
+        run.workdir,
+        run.settings,
+        versions=versions(),
+        data_fingerprint=run.corpus.fingerprint,
+        data_commit=getattr(run.corpus, "commit", ""),
+        base_fingerprint=run.model.base.fingerprint,
+        made_by="fit" if run.by_fit else "train",
+    )
     path = run.workdir / "ledger.jsonl"
     cut(path, control)
     ledger = stack.enter_context(Ledger(path))
@@ -215,39 +265,47 @@ def after_failure(
     batch. Another error is raised if it came twice in the same round.
     """
     control = attempt.recorder.engine.control_before
-    index, size = control.round + 1, control.max_batch_size
+    index = control.round + 1
+    size = control.max_batch_size
     cause = reason(error)
-    exhausted, several = "RESOURCE_EXHAUSTED" in str(error), jax.process_count() > 1
-    smallest = run.settings.batching.initial_batch_size if several else 1
-    if exhausted and size <= smallest:
-        failure = (
+    is_memory = "RESOURCE_EXHAUSTED" in str(error)
+    are_several = jax.process_count() > 1
+    smallest = run.settings.batching.initial_batch_size if are_several else 1
+    end = ""  # why the run ends here; empty: it is tried again
+    if is_memory and size <= smallest:
+        end = (
             f"round {index}: out of memory at a micro-batch of {size}: {cause}; use fewer workers,"
             " a smaller model or shorter sequences, or model.remat"
         )
-    elif several:
-        half = max(size // 2, smallest)
-        mend = f"; set batching.max_batch_size to {half} in all (--accept-config-change)"
-        failure = (
-            f"round {index}: process {jax.process_index()} failed ({cause}){mend * exhausted}; all"
+    elif are_several:
+        advice = ""
+        if is_memory:
+            half = max(size // 2, smallest)
+            advice = f"; set batching.max_batch_size to {half} in all (--accept-config-change)"
+        end = (
+            f"round {index}: process {jax.process_index()} failed ({cause}){advice}; all"
             f" start again from the newest checkpoint: {last_checkpoint(run, attempt)}"
         )
-    else:
-        failure = ""
-    if failure:
-        if several:
-            processes.end_others(failure)
-        raise ResourceError(failure) from error
-    if not exhausted and control.round == before.round:
+    if end:
+        if are_several:
+            processes.end_others(end)
+        raise ResourceError(end) from error
+    if not is_memory and control.round == before.round:
         raise error
+
     note = f"round {index} failed ({cause}); restoring the newest checkpoint"
-    fault, largest = {"kind": "round_failed", "round": index, "cause": cause}, before.max_batch_size
-    if exhausted:
-        largest = size // 2
-        note += f" with max_batch_size {largest} (was {size}); batches may differ from there on"
-        fault |= {"kind": "out_of_memory", "max_batch_size_before": size, "max_batch_size": largest}
+    fault = {"kind": "round_failed", "round": index, "cause": cause}
+    max_batch_size = before.max_batch_size
+    if is_memory:
+        max_batch_size = size // 2
+        note += f" with max_batch_size {max_batch_size} (was {size})"
+        note += "; batches may differ from there on"
+        fault["kind"] = "out_of_memory"
+        fault["max_batch_size_before"] = size
+        fault["max_batch_size"] = max_batch_size
         fault["effect"] = "batches may differ from the restored round on"
     attempt.recorder.progress.note(note)
-    return Failures((*before.faults, fault), largest, control.round)
+    return Failures((*before.faults, fault), max_batch_size, control.round)
 
 
 def last_checkpoint(run: Run, attempt: Attempt) -> str:
@@ -264,16 +322,15 @@ def require_equal_processes(run: Run) -> None:
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(run.model.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
-    keys = run.settings.flat().items()
-    processes.require_equal(
-        {key: repr(value) for key, value in keys if key not in ("data.path", "data.heldout_path")}
-        | {f"the version of {name}": version for name, version in versions().items()}
-        | {
-            "model_shards, as found there": repr(run.spec.model_shards),
-            "attention, as found there": repr(run.spec.attention),
-            "the data": run.corpus.fingerprint,
-            "the weights it starts from": weights.hexdigest(),
-            "the frozen weights": run.model.base.fingerprint,
-        },
-        "all processes of a run need the same",
-    )
+    values = {}
+    for key, value in run.settings.flat().items():
+        if key not in ("data.path", "data.heldout_path"):  # may lie elsewhere on each machine
+            values[key] = repr(value)
+    for name, version in versions().items():
+        values[f"the version of {name}"] = version
+    values["model_shards, as found there"] = repr(run.spec.model_shards)
+    values["attention, as found there"] = repr(run.spec.attention)
+    values["the data"] = run.corpus.fingerprint
+    values["the weights it starts from"] = weights.hexdigest()
+    values["the frozen weights"] = run.model.base.fingerprint
+    processes.require_equal(values, "all processes of a run need the same")

@@ -15,6 +15,8 @@ from adloco_jax.elastic.files import ROWS, WEIGHTS, ServedRows, served_weights
 from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.elastic.learner import Learner, LearnerSetup
 from adloco_jax.elastic.store import Store
+from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.model import Model
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import ConfigError
 from adloco_jax.host import processes
@@ -25,8 +27,8 @@ from adloco_jax.settings import Settings
 # Settings that name files, which may lie elsewhere on a learner's machine.
 OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
 
-Parts = Callable[[Settings], dict[str, Any]]
-"""`parts(settings)`: arguments of `assemble` that the settings do not describe."""
+Parts = Callable[[Settings], tuple[Model, Rows]]
+"""`parts(settings)`: model and rows of a run of `fit`, which the settings do not describe."""
 
 
 def join(
@@ -50,20 +52,21 @@ def join(
     after `patience_s` seconds without it; and as `assemble` does. Files that the driver serves are
     read from it, unless `own` names them, they are on the hub, or this machine `has_files`.
     """
-    with opened(url, patience_s, key) as there:
+    with opened(url, patience_s, key) as bucket:
         is_over = False
-        while not is_over:
+        while not is_over:  # a driver that begins another run, in place of this, is joined again
             with processes.stop_requests("leaving"):
-                run = read_run(there)
+                run = read_run(bucket)
             if run is None:
                 return
-            setup = learner_setup(there, run, own, accepts_data, parts, has_files=has_files)
+            setup = learner_setup(bucket, run, own, accepts_data, parts, has_files=has_files)
             with processes.stop_requests("leaving when the round under way has ended"):
-                is_over = BucketLearner(there, Learner(setup), setup, workdir, run.id).serve()
+                is_over = BucketLearner(bucket, Learner(setup), setup, workdir, run.id).serve()
 
 
 def _is_on_hub(flat: Mapping[str, Any], key: str) -> bool:
-    name = flat.get(key) or ""
+    """Whether a setting, such as data.path, names something on the hub."""
+    name = flat.get(key)
     return bool(name) and is_on_hub(name, key=key)
 
 
@@ -79,38 +82,50 @@ def learner_setup(
     """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
     check_version(bucket, run.adloco_jax)
     if run.by_fit != (parts is not None):
-        way = "fit: call adloco_jax.join there" if run.by_fit else "train: write adloco join"
+        way = "train: write adloco join"
+        if run.by_fit:
+            way = "fit: call adloco_jax.join there"
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
-    flat: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
+    values: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
+
+    # What is read from the driver: not what this machine has, or the hub.
     served = set() if has_files else {file.kind for file in run.files}
-    if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(flat, "data.path"):
+    if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(values, "data.path"):
         served.discard(ROWS)
-    if "model.init_from" in own or _is_on_hub(flat, "model.init_from"):
+    if "model.init_from" in own or _is_on_hub(values, "model.init_from"):
         served.discard(WEIGHTS)
     if WEIGHTS in served:
-        flat["model.init_from"] = str(served_weights(bucket, run.files))
+        values["model.init_from"] = str(served_weights(bucket, run.files))
+
+    # What is read at an address that the driver chose needs this machine's consent.
     read = [key for key in OWN if key not in own]
     if ROWS in served:
         read = ["model.init_from"]
-    foreign = [key for key in read if "://" in str(flat.get(key))]
+    foreign = [key for key in read if "://" in str(values.get(key))]
     if foreign and not (accepts or run.by_fit):
-        named = ", ".join(f"{key} = {flat[key]!r}" for key in foreign)
+        named = ", ".join(f"{key} = {values[key]!r}" for key in foreign)
         raise ConfigError(
             f"{bucket.url}: the driver names {named}; to read there with this machine's"
             f" credentials, give --accept-data, or --config.{foreign[0]}"
         )
-    settings = completed(validate(unflatten_dict(flat, sep=".")), reads=False)
-    given = parts(settings) if parts else {}
+
+    settings = completed(validate(unflatten_dict(values, sep=".")), reads=False)
+    model, corpus = parts(settings) if parts else (None, None)
     if ROWS in served:
         num_classes = class_count(settings.model)
-        given["corpus"] = ServedRows(bucket, run.files, settings, num_classes=num_classes)
-    here_too = assemble(settings, here(), Path(), commit=run.commit, **given)
-    corpus, base = here_too.corpus, here_too.model.base
-    differ = [("data", "data.path")] * (corpus.fingerprint != run.fingerprint)
-    differ += [("base weights", "model.init_from")] * (base.fingerprint != run.base)
-    for what, key in differ:
-        raise ConfigError(
-            f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
-            f" by --config.{key} if they are elsewhere here"
-        )
+        corpus = ServedRows(bucket, run.files, settings, num_classes=num_classes)
+    here_too = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
+    corpus = here_too.corpus
+    base = here_too.model.base
+    if corpus.fingerprint != run.fingerprint:
+        raise _other_files(bucket, "data", "data.path")
+    if base.fingerprint != run.base:
+        raise _other_files(bucket, "base weights", "model.init_from")
     return LearnerSetup(settings, here_too.spec, corpus, base, run.by_fit)
+
+
+def _other_files(bucket: Store, what: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
+        f" by --config.{key} if they are elsewhere here"
+    )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
@@ -17,7 +18,13 @@ from adloco_jax.core.types import GradientStats, LossFn, trainable, without_stat
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.model import Model
-from adloco_jax.engine.optimizers import inner_transform, labeller, parameter_labels
+from adloco_jax.engine.optimizers import (
+    Labeller,
+    inner_transform,
+    labeller,
+    parameter_labels,
+)
+from adloco_jax.engine.spec import Kernel
 from adloco_jax.errors import ConfigError, own_code
 from adloco_jax.loop.adloco import choose_members, start
 from adloco_jax.loop.growth import with_batch_sizes
@@ -87,15 +94,30 @@ def own_model(
     loss_of: Callable[[Mode], LossFn] | None = None,
     init_fn: InitFn | None = None,
     params: PyTree | None = None,
-    **others: Any,
+    num_classes: int | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
+    eval_loss_fn: LossFn | None = None,
+    label_params: Labeller | None = None,
 ) -> Model:
     """Describe the model of the caller of `fit` or `join`; the arguments are those of `fit`."""
+
+    def loss_in_mode(mode: Mode, kernel: Kernel) -> LossFn:
+        return loss_fn if loss_of is None else loss_of(mode)
+
+    def given_params(key: Array) -> PyTree:
+        return params
+
     return Model(
-        init_fn=init_fn if params is None and init_fn else lambda key: params,
-        loss_of=lambda mode, _: loss_of(mode) if loss_of else loss_fn,
+        init_fn=given_params if params is not None or init_fn is None else init_fn,
+        loss_of=loss_in_mode,
+        num_classes=num_classes,
         params=params,
         can_remat=loss_of is not None,
-        **others,
+        label_params=label_params,
+        eval_loss_fn=eval_loss_fn,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
     )
 
 

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint: what is written beside its arrays, and what is read."""
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 from adloco_jax.core.types import Ensemble
 from adloco_jax.data.formats import Count, Format, Seconds, checked
 from adloco_jax.data.prepared import shard_changes
-from adloco_jax.engine.memory import Mode, choose, modes
+from adloco_jax.engine.memory import Choice, Mode, choose, modes
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, first_ensemble, placement
 from adloco_jax.engine.spec import Layout, OnCompile, ProgramSpec
@@ -42,106 +42,125 @@ class HostRecord(Format):
     data: DataRecord
 
 
-class Restored(NamedTuple):
+class CheckpointContent(NamedTuple):
     """The content of a checkpoint: the state of the run, and what is read of `host.json`."""
 
     state: State
     host: HostRecord
 
 
-def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> Restored:
+def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> CheckpointContent:
     """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host.control, ensemble)
     template = ensemble_spec(spec, Layout(control.sizes))
-    return Restored(State(checkpoint.read_arrays(path, template), control), host)
+    return CheckpointContent(State(checkpoint.read_arrays(path, template), control), host)
 
 
 def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
     """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
     control = checked(data, Control, f"{path}: host.control", Damaged)
-    sizes, workers = control.sizes, control.num_workers
+    sizes = control.sizes  # workers of each trainer
+    workers = control.num_workers
     fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
-    is_divided = 0 not in sizes and len(control.trainer_of) == workers
-    if not (fits and is_divided and control.round == int(path.name)):
+    each_has_a_trainer = 0 not in sizes and len(control.trainer_of) == workers
+    if not (fits and each_has_a_trainer and control.round == int(path.name)):
         raise Damaged(f"{path}: not this run's: workers {sizes}, round {control.round}")
     return control
 
 
 def begin_control(
     run: Run,
-    restored: Restored | None,
+    content: CheckpointContent | None,
     max_batch: int | None,
     on_compile: OnCompile,
 ) -> tuple[Control, Programs]:
-    """Choose micro-batch and mode before the first round, alike in all processes.
+    """Choose the largest micro-batch and the mode before the first round, alike in all processes.
 
-    `max_batch` is that after an earlier attempt ran out of memory. Returns the compiled programs
-    too.
+    `max_batch` is the micro-batch after an earlier attempt ran out of memory. Returns the state of
+    the host before the first round, and the compiled programs.
     """
     settings = run.settings
     remat = settings.model.remat if run.model.can_remat else False
     allowed = modes(remat, run.spec.machine.platform)
-    size = settings.batching.max_batch_size
-    if restored and size in (None, restored.host.max_batch_size_given):
-        size = restored.state.control.max_batch_size
+    size = settings.batching.max_batch_size  # None: the largest that fits
+    if content and size in (None, content.host.max_batch_size_given):
+        size = content.state.control.max_batch_size
     size = size if max_batch is None else max_batch
-    groups = settings.ensemble, settings.batching, settings.switch
-    how = {"size": size, "on_compile": on_compile}
-    chosen = functools.partial(choose, run.spec, run.model.loss_of, *groups, **how)
-    choice = chosen(allowed=allowed)
+
+    def chosen(modes_to_try: Sequence[Mode]) -> Choice:
+        return choose(
+            run.spec,
+            run.model.loss_of,
+            settings.ensemble,
+            settings.batching,
+            settings.switch,
+            allowed=modes_to_try,
+            size=size,
+            on_compile=on_compile,
+        )
+
+    choice = chosen(allowed)
     mode = Mode(choice.programs.spec.sequential, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
-    last = max(processes.gather(allowed.index(mode)))
-    if allowed[last] != mode:
+    most_frugal = allowed[max(processes.gather(allowed.index(mode)))]
+    if mode != most_frugal:
         choice.programs.close()
-        choice = chosen(allowed=[allowed[last]])
+        choice = chosen([most_frugal])
     choice.programs.hold(run.model.base.params)
-    size = min(processes.gather(choice.max_batch_size))
-    if restored is None:
-        return start(settings.ensemble, settings.batching, size), choice.programs
-    control = dataclasses.replace(restored.state.control, max_batch_size=size)
+    # All processes use the smallest micro-batch that one has chosen.
+    max_batch_size = min(processes.gather(choice.max_batch_size))
+    if content is None:
+        control = start(settings.ensemble, settings.batching, max_batch_size)
+    else:
+        control = dataclasses.replace(content.state.control, max_batch_size=max_batch_size)
     return control, choice.programs
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
     """Make parameters and optimizer states at the start of a run, where they are needed."""
-    spec, layout = run.spec, Layout(control.sizes)
+    spec = run.spec
+    layout = Layout(control.sizes)
 
     def make(key, params):
-        params = run.model.init_fn(key) if params is None else params
+        if params is None:
+            params = run.model.init_fn(key)
         return first_ensemble(spec, layout.sizes, params)
 
+    # Compiled with shardings, so that no device ever holds the whole ensemble.
     shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
     key = jax.random.key(run.settings.seed)
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
 
-def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
+def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]:
     """Restore the newest undamaged checkpoint: its content, lines on damaged ones, the `end` line.
 
     Raises CheckpointError if all are damaged or were deleted, DataError if the data have changed.
     """
-    folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
+    folder = run.workdir / "checkpoints"
+    path = run.workdir / "ledger.jsonl"
+    content, damage = None, []
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings.ensemble, run.spec))
-    restored, damage = found or (None, [])
+    if found is not None:
+        content, damage = found
     events = read(path) if path.exists() else []
     # All wait for one another: process 0 later changes the ledger that the others read.
     processes.gather(None)
-    if restored is None and any(event["event"] == "checkpoint" for event in events):
+    if content is None and any(event["event"] == "checkpoint" for event in events):
         raise CheckpointError(
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
             " copy, or name another folder"
         )
-    recorded = restored.host.data if restored and not run.accept_data_change else None
-    if recorded and recorded.fingerprint != run.corpus.fingerprint:
-        changes = shard_changes(recorded.shards, list(run.corpus.shards))
+    has_changed = content and content.host.data.fingerprint != run.corpus.fingerprint
+    if content and has_changed and not run.accept_data_change:
+        changes = shard_changes(content.host.data.shards, list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data have changed since this run began; restore them, or"
             " resume with these: accept_data_change=True (--accept-data-change)"
         )
         raise DataError("\n".join([*changes, advice]))
-    return restored, damage, finish(events)
+    return content, damage, finish(events)
 
 
 def host_record(run: Run, recorded: dict, state: State) -> dict:

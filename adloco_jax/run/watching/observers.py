@@ -323,9 +323,15 @@ def write_start(
     control: Control,
     damage: list[str],
     faults: Sequence[dict],
-    **seconds: float,
+    *,
+    start_s: float,
+    stall_s: float,
 ) -> None:
-    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure."""
+    """Write the `start` line, and a `fault` line for each damaged checkpoint and failure.
+
+    `start_s` are the seconds of this process until here, `stall_s` those of them that it waited
+    for compilation.
+    """
     settings, spec, heldout = run.settings, run.spec, run.heldout
     ledger.write(
         "start",
@@ -347,9 +353,11 @@ def write_start(
         guard_rows=heldout.guard_E.tolist(),
         round=control.round,
         max_batch_size=control.max_batch_size,
-        **{name: round(value, 3) for name, value in seconds.items()},
+        start_s=round(start_s, 3),
+        stall_s=round(stall_s, 3),
         buckets=settings.batching.buckets,
     )
-    found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
-    for fault in [*found, *faults]:
+    for line in damage:
+        ledger.write("fault", kind="checkpoint", round=control.round, cause=line)
+    for fault in faults:
         ledger.write("fault", **fault)
