@@ -83,6 +83,7 @@ def assemble(
         check_engine(settings, workdir)
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
+
     by_fit = model is not None
     if model is None:
         model = configured_model(settings, machine)
@@ -94,14 +95,17 @@ def assemble(
         )
     notes: list[str] = []
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
-    if settings.model.init_from and begins or settings.adapter.rank:
+    needs_weights = settings.adapter.rank > 0 or (begins and settings.model.init_from)
+    if needs_weights:
         model, notes = with_weights(model, settings.model, machine, seed=settings.seed)
+
     before = recorded(workdir) if commit is None else None
     if before and before.base_fingerprint != model.base.fingerprint:
         raise DataError(
             f"{workdir}: model.init_from has other weights than when this run began; restore them,"
             " or start a run in another folder"
         )
+
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=model.num_classes)
     elif corpus is None:
@@ -116,7 +120,9 @@ def assemble(
         num_classes=model.num_classes,
         num_trainers=settings.ensemble.num_trainers,
     )
-    settings = with_rows(settings, len(getattr(corpus, "rows", ())))
+    num_rows = len(getattr(corpus, "rows", ()))  # 0: a caller's corpus does not say
+    settings = with_rows(settings, num_rows)
+
     if unit is None:
         if model.num_classes is not None:
             unit = "nats/example"

@@ -1,5 +1,6 @@
 """Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +51,8 @@ def check_inputs(
     Raises ConfigError for contradictory settings, DataError if a checkpoint is not there,
     CheckpointError if a run's `config.json` in `workdir` cannot be read.
     """
-    model, unchecked = settings.model, []
+    model = settings.model
+    unchecked = []
     rounds = []
     if workdir is not None:
         check_config(workdir, settings, accept=accept_config_change)
@@ -60,23 +62,34 @@ def check_inputs(
     elif model.init_from:
         found = hf.inspect(model.init_from)
         hf.require_same_network(build_network(model, settings.adapter), found, model)
-        which = "whether all its numbers are finite" if found.stored_as else "its weights"
-        unchecked.append(f"model.init_from = {model.init_from}: {which}")
+        left = "its weights"
+        if found.stored_as:  # the names and shapes of its files have been read
+            left = "whether all its numbers are finite"
+        unchecked.append(f"model.init_from = {model.init_from}: {left}")
     return unchecked
 
 
 def check_rules(run: Run) -> None:
-    """Call each rule that an entry of a table names, once; raise ConfigError for its errors."""
+    """Call each rule that the settings name in a public table, once, with made-up values.
+
+    A rule may be the user's own: its error becomes a ConfigError.
+    """
     settings = run.settings
     control = start(settings.ensemble, settings.batching, settings.batching.max_batch_size or 1)
+
     with own_code(f"inner.round_length = {settings.inner.round_length}"):
         round_plans(control, settings)
-    measured = dict.fromkeys(GradientStats.__dataclass_fields__, np.full(1, 7.0))
-    stats = {m: GradientStats(**measured) for m in control.trainers}
+
+    anything = np.full(1, 7.0)  # each statistic of a trainer with one worker
+    measured = {field.name: anything for field in dataclasses.fields(GradientStats)}
+    stats = {trainer: GradientStats(**measured) for trainer in control.trainers}
     with own_code(f"batching.test = {settings.batching.test}"):
         with_batch_sizes(control, stats, settings, control.trainers)
+
     with own_code(f"merge.policy = {settings.merge.policy}"):
-        choose_members(control, dict.fromkeys(control.trainers, 1.0), settings.merge)
+        losses = dict.fromkeys(control.trainers, 1.0)
+        choose_members(control, losses, settings.merge)
+
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
     )
@@ -128,43 +141,51 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     names the argument.
     """
     _check_rows(corpus)
-    if settings.data.row_parts > 1:
-        need = "loss_fn says what tokens attend to; unset both"
-        raise ConfigError(f"data.attention, text_column: {need}")
-    if rank := settings.adapter.rank:
+    if settings.data.row_parts > 1:  # rows have starts of documents, or weights
+        raise ConfigError(
+            "data.attention, text_column: loss_fn says what tokens attend to; unset both"
+        )
+    rank = settings.adapter.rank
+    if rank > 0:
         raise ConfigError(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
+
     params = _checked_params("init_fn" if model.params is None else "params", model.init_fn)
     labels = labeller(settings.model.arch, model.label_params)
     parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
-    # The config may name an optimizer that the user has added to the table.
     inner_tx = model.inner_tx
-    inner_tx = inner_transform(settings.inner, labels) if inner_tx is None else inner_tx
-    for name, tx in (("inner_tx", inner_tx), ("outer_tx", model.outer_tx)):
-        if tx is not None:
-            _check_transform(name, tx, params)
+    if inner_tx is None:  # the config may name an optimizer that the user has added to the table
+        inner_tx = inner_transform(settings.inner, labels)
+    _check_transform("inner_tx", inner_tx, params)
+    if model.outer_tx is not None:
+        _check_transform("outer_tx", model.outer_tx, params)
+
+    data = settings.data.model_copy(update={"path": "", "heldout_path": ""})
+    inner, outer = settings.inner, settings.outer
     faults: list[str] = []
-    updates: dict[str, Any] = {
-        "data": settings.data.model_copy(update={"path": "", "heldout_path": ""})
-    }
-    for group, tx in (("inner", model.inner_tx), ("outer", model.outer_tx)):
-        if tx is not None:
-            options = getattr(settings, group)
-            faults += _beside(group, options)
-            updates[group] = options.model_copy(update={"learning_rate": 1.0})
+    if model.inner_tx is not None:
+        faults += _options_beside("inner", inner)
+        inner = inner.model_copy(update={"learning_rate": 1.0})
+    if model.outer_tx is not None:
+        faults += _options_beside("outer", outer)
+        outer = outer.model_copy(update={"learning_rate": 1.0})
     if faults:
         raise ConfigError("\n".join(faults))
+
     rows_BL = jax.ShapeDtypeStruct((2, corpus.heldout_rows.shape[1]), np.int32)
     with own_code("loss_of"):
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
-    key = {"key": jax.random.key(0)} if takes(loss_fn, "key") else {}
-    _check_loss("loss_fn", functools.partial(loss_fn, **key), params, rows_BL)
+    if takes(loss_fn, "key"):
+        loss_fn = functools.partial(loss_fn, key=jax.random.key(0))
+    _check_loss("loss_fn", loss_fn, params, rows_BL)
     if model.eval_loss_fn is not None:
         _check_loss("eval_loss_fn", model.eval_loss_fn, params, rows_BL)
-    return settings.model_copy(update=updates)
+    return settings.model_copy(update={"data": data, "inner": inner, "outer": outer})
 
 
 def _check_rows(corpus: Any) -> None:
-    if lacks := [name for name in _ROWS if not hasattr(corpus, name)]:
+    """Raise ConfigError unless an object has the methods of `Rows`, and held-out rows of ids."""
+    lacks = [name for name in _ROWS if not hasattr(corpus, name)]
+    if lacks:
         raise ConfigError(
             f"corpus: {_kind(corpus)} without {', '.join(lacks)}; give ArrayRows, or an object with"
             " the methods of adloco_jax.engine.inputs.Rows"
@@ -184,16 +205,20 @@ _OF_OPTIMIZERS = {
 }
 
 
-def _beside(group: str, settings: InnerSettings | OuterSettings) -> list[str]:
-    values = {f"{group}.{name}": getattr(settings, name) for name in _OF_OPTIMIZERS[group].split()}
-    return [
-        f"{group}_tx: given beside {key}={value!r}; leave {key} at {OPTIONS[key].default!r}"
-        for key, value in values.items()
-        if value != OPTIONS[key].default
-    ]
+def _options_beside(group: str, settings: InnerSettings | OuterSettings) -> list[str]:
+    """Return a line for each set option that would not act beside the caller's optimizer."""
+    faults = []
+    for name in _OF_OPTIMIZERS[group].split():
+        key = f"{group}.{name}"
+        value = getattr(settings, name)
+        default = OPTIONS[key].default
+        if value != default:
+            faults.append(f"{group}_tx: given beside {key}={value!r}; leave {key} at {default!r}")
+    return faults
 
 
 def _check_loss(name: str, loss_fn: LossFn, params: PyTree, rows_BL: jax.ShapeDtypeStruct) -> None:
+    """Raise ConfigError unless a loss is one floating-point number."""
     with own_code(name):
         made = jax.eval_shape(loss_fn, params, rows_BL)
     if getattr(made, "shape", None) != () or not jnp.issubdtype(made.dtype, jnp.floating):
@@ -211,8 +236,10 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
             params = jax.eval_shape(init_fn, jax.random.key(0))
             trainable(without_state(params))
     except ConfigError as error:
-        advice = "; its leaves must all be arrays: leave others out of the tree"
-        raise ConfigError(f"{error}{advice * isinstance(error.__cause__, TypeError)}") from error
+        advice = ""
+        if isinstance(error.__cause__, TypeError):
+            advice = "; its leaves must all be arrays: leave others out of the tree"
+        raise ConfigError(f"{error}{advice}") from error
     _check_leaves(f"{name}: params", params)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
@@ -235,6 +262,10 @@ def _check_leaves(name: str, tree: PyTree) -> None:
 
 
 def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Raise ConfigError unless an optimizer updates these parameters, and its state can be saved.
+
+    Its functions are only traced.
+    """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         need = "give a transformation, such as optax.adamw(1e-3)"
         raise ConfigError(f"{name}: {_kind(tx)}; {need}")
@@ -249,5 +280,7 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
 
 
 def _kind(value: object) -> str:
+    """Name the type of a value with its article, such as "an int"."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}"

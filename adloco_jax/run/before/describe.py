@@ -34,18 +34,27 @@ def run_header(
     """
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
-    workers = sum(first := settings.ensemble.sizes())
-    at = placement(spec, Layout(first, batching.initial_batch_size))
-    weights = f"from {model.init_from}" if model.init_from else "from random weights"
+    first_sizes = settings.ensemble.sizes()  # workers of each trainer in the first round
+    workers = sum(first_sizes)
+    place = placement(spec, Layout(first_sizes, batching.initial_batch_size))
     if "model" in own:
         weights = "own model"
+    elif model.init_from:
+        weights = f"from {model.init_from}"
+    else:
+        weights = "from random weights"
     if spec.base is not None:
         held = model.base_dtype or "bfloat16 if they fit, else nf4"
         beside = f"{num_values(spec.base):,} frozen ones ({held}) {weights}"
         sent = in_bytes(spec.sync_bytes * outer.fragments)
         weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
         weights += f"; a worker sends {sent} a round"
-    pool = ensemble.num_workers - workers
+    attention = f"attention by {spec.attention}"
+    if settings.data.row_parts > 1:
+        attention += " within documents"
+    pool = f"{ensemble.num_trainers} with {counted(workers, 'worker')} together"
+    if ensemble.num_workers > workers:
+        pool += f", and {ensemble.num_workers - workers} more when gradient noise asks for them"
     steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
@@ -58,12 +67,8 @@ def run_header(
         batch += " of own rows"
     return [
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, attention by {spec.attention}"
-        f"{' within documents' * (settings.data.row_parts > 1)};"
-        f" {spec.machine.describe()}, {at.describe()}",
-        f"trainers: {ensemble.num_trainers} with {counted(workers, 'worker')} together"
-        + (f", and {pool} more when gradient noise asks for them" if pool else "")
-        + f"; {ends} of {steps} ({inner_tx}) and a synchronisation ({outer_tx})",
+        f" {model.dtype}, {attention}; {spec.machine.describe()}, {place.describe()}",
+        f"trainers: {pool}; {ends} of {steps} ({inner_tx}) and a synchronisation ({outer_tx})",
         f"batches: {batch} per worker and update,"
         f" {_growth(batching, ensemble, inner)}; {sizes} at once, more by accumulation",
         *_fragments(spec),
@@ -72,22 +77,32 @@ def run_header(
 
 def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     """Say what each parameter gets by its label; numbers in names, as of layers, become `*`."""
-    kinds: dict[str, dict[str, None]] = {}
+    if not labels:
+        return []
+    names_by_label: dict[str, list[str]] = {}
     for name, label in labels.items():
         if tx == "muon":
             label = "muon" if label.endswith("matrix") else f"adamw ({label})"
-        kinds.setdefault(label, {})[re.sub(r"\d+", "*", name)] = None
-    each = [f"{label}: {', '.join(names)}" for label, names in kinds.items()]
-    return ["; ".join(["parameters by label", *each])] if labels else []
+        name = re.sub(r"\d+", "*", name)
+        names = names_by_label.setdefault(label, [])
+        if name not in names:
+            names.append(name)
+    each = [f"{label}: {', '.join(names)}" for label, names in names_by_label.items()]
+    return ["; ".join(["parameters by label", *each])]
 
 
 def _ends(last_round: float, tokens: int | None, epochs: float | None) -> str:
-    ends = [f"{tokens:,} tokens"] if tokens else []
+    """Say when a run ends: "3 rounds", or such as "until 5,000 tokens or round 3, rounds"."""
+    ends = []
+    if tokens:
+        ends.append(f"{tokens:,} tokens")
     if epochs:
-        ends.append(f"{epochs:g} pass{'es' * (epochs != 1)} over the rows")
+        passes = "pass" if epochs == 1 else "passes"
+        ends.append(f"{epochs:g} {passes} over the rows")
     if not ends:
         return counted(int(last_round), "round")
-    ends += [f"round {last_round}"] if math.isfinite(last_round) else []
+    if math.isfinite(last_round):
+        ends.append(f"round {last_round}")
     return f"until {' or '.join(ends)}, rounds"
 
 
@@ -98,23 +113,28 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     line each is about rows that are read too often, and about too few held-out rows.
     """
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
-    batching, inner = settings.batching, settings.inner
-    grows = (batching.test, inner.round_length) != ("constant", "fixed")
-    grows = tokens < settings.last_token and (grows or settings.ensemble.initial_workers)
-    read, lines = tokens / settings.data.sequence_length, []
+    inner = settings.inner
+    rounds_grow = (
+        settings.batching.test != "constant"
+        or inner.round_length != "fixed"
+        or settings.ensemble.initial_workers is not None
+    )
+    read = tokens / settings.data.sequence_length  # rows
+    lines = []
     passes = read / settings.num_rows if settings.num_rows else 0.0
     if math.isfinite(tokens):
-        line = f"length: {'at least ' * bool(grows)}{read:,.0f} rows"
+        line = "length: "
+        if rounds_grow and tokens < settings.last_token:
+            line += "at least "
+        line += f"{read:,.0f} rows"
         if passes:
             shown = f"{passes:,.0f}" if passes >= _MANY_PASSES else f"{passes:.2g}"
-            line += (
-                f", {shown} pass{'es' * (shown != '1')} over the {settings.num_rows:,} to train on"
-            )
+            noun = "pass" if shown == "1" else "passes"
+            line += f", {shown} {noun} over the {settings.num_rows:,} to train on"
         if tokens / tokens_per_s >= 1:  # NaN: not known
             least = timedelta(seconds=round(tokens / tokens_per_s))
             line += f"; at least {least}, at the peak of the devices"
         lines.append(line)
-    if math.isfinite(tokens):
         updates = math.ceil(tokens / settings.round_tokens * inner.steps_per_round)
         if updates < _FEW_UPDATES:
             lines.append(
@@ -140,8 +160,11 @@ def longer_lines(settings: Settings) -> list[str]:
     share = share_read(settings, tokens)
     if share > ALMOST_ALL:
         return []
-    ends = [key for key in ("num_rounds", "num_tokens") if getattr(settings, key)]
-    options = " ".join([*(f"--config.{key}=none" for key in ends), "--config.num_epochs=1"])
+    options = ""
+    for key in ("num_rounds", "num_tokens"):  # they would end the run before
+        if getattr(settings, key):
+            options += f"--config.{key}=none "
+    options += "--config.num_epochs=1"
     return [
         f"note: about {share:.0%} of the rows are read; to read each once: {options} (or"
         " --config.num_tokens=N in place of num_epochs)"
@@ -156,22 +179,27 @@ def share_read(settings: Settings, tokens: float) -> float:
 
 
 def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:
+    """Say how the batch changes from round to round, as the end of a sentence about it."""
     if batching.test == "constant":
         return "in all rounds"
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
-    wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    options = {"eta": batching.eta, "vartheta": batching.vartheta, "nu": batching.nu}
-    options = [f"{name} {value}" for name, value in options.items() if name in wanted]
-    test = ", ".join([f"{batching.test} test", *options])
+    test = f"{batching.test} test"
+    used = inspect.signature(BATCH_TESTS[batching.test].request).parameters
+    for name in ("eta", "vartheta", "nu"):
+        if name in used:
+            test += f", {name} {getattr(batching, name)}"
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
         return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
     limits = {"workers": ensemble.initial_workers, "rounds": inner.max_steps_per_round}
     others = " and ".join(name for name in batching.growth if limits.get(name))
-    return f"kept; gradient noise ({test}) {'decides about ' + others if others else 'is measured'}"
+    if others:
+        return f"kept; gradient noise ({test}) decides about {others}"
+    return f"kept; gradient noise ({test}) is measured"
 
 
 def _fragments(spec: ProgramSpec) -> list[str]:
+    """Describe the fragments of Streaming DiLoCo in a line; no line without them."""
     outer = spec.outer
     if not outer.own_params:
         return []
@@ -187,8 +215,9 @@ def _fragments(spec: ProgramSpec) -> list[str]:
 def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     """Describe a run's state, communication and tokens, without compiling anything."""
     ensemble, fragments = settings.ensemble, spec.outer.fragments
-    costs = [sync_cost(count, spec.sync_bytes, fragments) for count in ensemble.sizes()]
-    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
+    costs = [sync_cost(workers, spec.sync_bytes, fragments) for workers in ensemble.sizes()]
+    moved = sum(cost["bytes"] for cost in costs)
+    syncs = sum(cost["syncs"] for cost in costs)
     state = num_bytes(ensemble_spec(spec, Layout(ensemble.sizes(whole_pool=True))))
     joining = in_bytes(merge_cost(spec.state_bytes, num_joining=1)["bytes"])
     absorbed = in_bytes(merge_cost(spec.state_bytes, num_absorbed=1)["bytes"])

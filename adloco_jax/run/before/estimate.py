@@ -10,8 +10,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
@@ -102,11 +104,17 @@ def configured_choice(
     settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
-    model, size = configured_model(settings, machine), settings.batching.max_batch_size
-    spec = program_spec(settings, model, machine)
-    groups = settings.ensemble, settings.batching, settings.switch
-    allowed = modes(settings.model.remat, machine.platform)
-    return choose(spec, model.loss_of, *groups, allowed=allowed, size=size, on_compile=on_compile)
+    model = configured_model(settings, machine)
+    return choose(
+        program_spec(settings, model, machine),
+        model.loss_of,
+        settings.ensemble,
+        settings.batching,
+        settings.switch,
+        allowed=modes(settings.model.remat, machine.platform),
+        size=settings.batching.max_batch_size,
+        on_compile=on_compile,
+    )
 
 
 def fitting_choice(
@@ -118,12 +126,8 @@ def fitting_choice(
     """
     if not base_dtype_is_open(settings):
         return settings, configured_choice(settings, machine, on_compile)
-    wide, narrow = (
-        settings.model_copy(
-            update={"model": settings.model.model_copy(update={"base_dtype": dtype})}
-        )
-        for dtype in ("bfloat16", "nf4")
-    )
+    wide = _with_base_dtype(settings, "bfloat16")
+    narrow = _with_base_dtype(settings, "nf4")
     try:
         spec = program_spec(wide, configured_model(wide, machine), machine)
         sizes = wide.ensemble.sizes(whole_pool=True)
@@ -131,6 +135,11 @@ def fitting_choice(
         return wide, configured_choice(wide, machine, on_compile)
     except ResourceError:
         return narrow, configured_choice(narrow, machine, on_compile)
+
+
+def _with_base_dtype(settings: Settings, dtype: str) -> Settings:
+    model = settings.model.model_copy(update={"base_dtype": dtype})
+    return settings.model_copy(update={"model": model})
 
 
 def base_dtype_is_open(settings: Settings) -> bool:
@@ -151,7 +160,9 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     In the JSON, `fits` is False if the run does not fit. Data and weights are not read. ConfigError
     if the config is invalid, or the devices or their compiler are not there.
     """
-    settings, machine, start_s = validate(config), described(device), time.perf_counter()
+    start_s = time.perf_counter()
+    settings = validate(config)
+    machine = described(device)
     try:
         settings = completed(settings)
     except UserError:
@@ -165,48 +176,58 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
         try:
             settings, choice = fitting_choice(settings, machine, on_compile)
         except NothingFits as error:
-            peaks, found = error.peaks, [f"Nothing fits: {error}."]
-            record |= {"fits": False, "fault": str(error)}
+            peaks = error.peaks
+            found = [f"Nothing fits: {error}."]
+            record["fits"] = False
+            record["fault"] = str(error)
         else:
-            peaks, spec = choice.peaks, choice.programs.spec
+            peaks = choice.peaks
+            spec = choice.programs.spec
             found = [*run_header(settings, spec, choice.max_batch_size), _chosen(choice)]
             if is_open:
                 found.append(base_dtype_line(settings))
-            record |= {"fits": True, "mode": str(Mode(spec.sequential, spec.remat))}
+            record["fits"] = True
+            record["mode"] = str(Mode(spec.sequential, spec.remat))
             record["base_dtype"] = settings.model.base_dtype
-            record |= {"max_batch_size": choice.max_batch_size, "model_shards": spec.model_shards}
+            record["max_batch_size"] = choice.max_batch_size
+            record["model_shards"] = spec.model_shards
     record["programs"] = {name: peak._asdict() for name, peak in peaks.items()}
     record["largest_bytes"] = largest_peak(peaks)
     record["compile_s"] = time.perf_counter() - start_s
-    lines = [f"Compiled for {device}, not run.", "", *(f"- {line}" for line in found)]
+
+    lines = [f"Compiled for {device}, not run.", ""]
+    lines += [f"- {line}" for line in found]
     lines += [f"- Compiled in {record['compile_s']:.0f} s.", ""]
-    return [*lines, *_table(peaks, machine.device_bytes, budget)], record
+    lines += _table(peaks, machine.device_bytes, budget)
+    return lines, record
 
 
 def _chosen(choice: Choice) -> str:
-    spec, size = choice.programs.spec, choice.max_batch_size
+    spec = choice.programs.spec
+    mode = Mode(spec.sequential, spec.remat)
     shards = counted(spec.model_shards, "device")
-    return f"Fits: {Mode(spec.sequential, spec.remat)}; micro-batch {size}; {shards} per model."
+    return f"Fits: {mode}; micro-batch {choice.max_batch_size}; {shards} per model."
 
 
 def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[str]:
     """Tabulate the memory of programs by the compiler's analysis, in Markdown."""
-    largest = largest_peak(peaks)
-    return [
-        "| program | its memory | state beside it | sum |",
-        "|---|---|---|---|",
-        *(
+    lines = ["| program | its memory | state beside it | sum |", "|---|---|---|---|"]
+    for name, peak in peaks.items():
+        lines.append(
             f"| {name} | {in_bytes(peak.program)} | {in_bytes(peak.beside)}"
             f" | {in_bytes(peak.total)} |"
-            for name, peak in peaks.items()
-        ),
+        )
+    largest = largest_peak(peaks)
+    lines.append(
         f"| **largest**, {largest / device_bytes:.0%} of {in_bytes(device_bytes)}; a run may use"
-        f" {in_bytes(budget)} | | | **{in_bytes(largest)}** |",
-    ]
+        f" {in_bytes(budget)} | | | **{in_bytes(largest)}** |"
+    )
+    return lines
 
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator[OnCompile]:
+    """Show a progress bar; yield what moves it when a program is compiled."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(event: Compiling | Compiled) -> None:
@@ -247,10 +268,19 @@ _RTX_40 = _RTX_30 | {"minor": 9, "clock": 2.5}
 _HOST = {n: f"1x1x{n}" for n in range(1, 9)}
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
-# By kind: usable bytes, dense bfloat16 operations per second by the data sheets, numbers of chips,
-# figures of a GPU's description.
-_KINDS: dict[str, tuple[int, float, dict[int, str], dict]] = {
-    kind: (memory, peak, _HOST, figures | {"name": name, "bandwidth": rate})
+
+
+class _Kind(NamedTuple):
+    """A kind of device."""
+
+    num_bytes: int  # usable memory
+    flops_per_s: float  # dense bfloat16 operations, by the data sheet
+    arrangements: dict[int, str]  # by possible number of chips
+    gpu: dict[str, Any]  # figures of a GPU's description (`_GPU`); empty: a TPU
+
+
+_KINDS = {
+    kind: _Kind(memory, peak, _HOST, figures | {"name": name, "bandwidth": rate})
     for kind, memory, peak, rate, name, figures in (
         ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
         ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
@@ -292,31 +322,35 @@ _KINDS: dict[str, tuple[int, float, dict[int, str], dict]] = {
         ),
     )
 } | {
-    "v5e": (16911433728, 197e12, _FLAT, {}),
-    "v5p": (102738427904, 459e12, _CUBE, {}),
-    "v6e": (33550237696, 918e12, _FLAT, {}),
+    "v5e": _Kind(16911433728, 197e12, _FLAT, {}),
+    "v5p": _Kind(102738427904, 459e12, _CUBE, {}),
+    "v6e": _Kind(33550237696, 918e12, _FLAT, {}),
 }
 
 
 def kinds() -> list[str]:
     """Describe each kind that `--device` can name in a line: memory, possible numbers of chips."""
     return [
-        f"{kind:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, chips))}"
-        for kind, (memory, _, chips, _) in _KINDS.items()
+        f"{name:8} {kind.num_bytes / 1e9:6.1f} GB, x {', '.join(map(str, kind.arrangements))}"
+        for name, kind in _KINDS.items()
     ]
 
 
 def check_kind(name: str) -> None:
     """Raise ConfigError, with all kinds, unless a name such as `h100x8` describes devices."""
-    kind, count = _parts(name)
-    if kind not in _KINDS or count not in _KINDS[kind][2]:
+    kind, count = _kind_and_count(name)
+    if kind not in _KINDS or count not in _KINDS[kind].arrangements:
         known = "\n".join(f"  {line}" for line in kinds())
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
 
 
-def _parts(name: str) -> tuple[str, int]:
+def _kind_and_count(name: str) -> tuple[str, int]:
+    """Split a name such as h100x8 into the kind and the number of chips, by default 1."""
     found = re.fullmatch(r"(.+?)(?:x(\d{1,2}))?", name)
-    return (found[1], int(found[2] or 1)) if found else ("", 1)
+    if found is None:
+        return "", 1
+    kind, count = found.groups()
+    return kind, int(count or 1)
 
 
 def most_tokens_per_s(spec: ProgramSpec) -> float:
@@ -325,14 +359,19 @@ def most_tokens_per_s(spec: ProgramSpec) -> float:
     Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
     none for a table of embeddings beside a head.
     """
+    peaks = {kind.gpu["name"]: kind.flops_per_s for kind in _KINDS.values() if kind.gpu}
     devices = spec.machine.devices
-    known = {figures["name"]: peak for _, peak, _, figures in _KINDS.values() if figures}
-    trained, frozen = (
-        num_values(tree) - ("head" in tree and num_values(tree.get("embed")))
-        for tree in (spec.params, spec.base or {})
-    )
-    peak = len(devices) * known.get(devices[0].device_kind, math.nan)
+    peak = len(devices) * peaks.get(devices[0].device_kind, math.nan)
+    trained = _num_multiplied(spec.params)
+    frozen = _num_multiplied(spec.base or {})
     return peak / (6 * trained + 4 * frozen)
+
+
+def _num_multiplied(params: PyTree) -> int:
+    """Count the parameters that are multiplied: a table beside a head is only looked up."""
+    if "head" in params:
+        return num_values(params) - num_values(params.get("embed"))
+    return num_values(params)
 
 
 def described(name: str) -> Machine:
@@ -344,19 +383,26 @@ def described(name: str) -> Machine:
     from jax.experimental import topologies
 
     check_kind(name)
-    kind, count = _parts(name)
-    memory, _, chips, figures = _KINDS[kind]
+    kind, count = _kind_and_count(name)
+    num_bytes = _KINDS[kind].num_bytes
+    gpu = _KINDS[kind].gpu
+    arrangement = _KINDS[kind].arrangements[count]
     try:
-        if figures:
-            text = _GPU.format(**figures, memory=int(memory * TAKEN / _PLANNED))
-            topology = {"target_config": text, "topology": chips[count]}
-            devices = topologies.get_topology_desc(platform="cuda", **topology).devices
+        if gpu:
+            config = _GPU.format(**gpu, memory=int(num_bytes * TAKEN / _PLANNED))
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=config, topology=arrangement
+            )
         else:
-            os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+            os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # the library asks no metadata server
+            os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
             os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other processes may compile, too
-            one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
-            slices = f"{kind}:{chips[count]}"
-            devices = topologies.get_topology_desc(slices, platform="tpu", **one).devices
+            options = {}
+            if count == 1:  # a host has more
+                options["chips_per_host_bounds"] = (1, 1, 1)
+            slices = f"{kind}:{arrangement}"
+            topology = topologies.get_topology_desc(slices, platform="tpu", **options)
+        devices = tuple(topology.devices)
     except (NotImplementedError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -365,4 +411,4 @@ def described(name: str) -> Machine:
         ) from error
     # JAX cannot load a cached program of a device that does not exist.
     jax.config.update("jax_enable_compilation_cache", False)
-    return Machine(tuple(devices), memory)
+    return Machine(devices, num_bytes)
