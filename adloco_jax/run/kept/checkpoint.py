@@ -84,7 +84,9 @@ class Saver:
         fields: `round`, `bytes`, `blocked_s` (the run waited), `save_s` (until the end), on that
         thread.
         """
-        self.folder, self._keep, self._on_saved = folder, keep, on_saved
+        self.folder = folder
+        self._keep = keep
+        self._on_saved = on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
@@ -94,32 +96,39 @@ class Saver:
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
         """Start to write a checkpoint once the last one is complete; arrays may then be donated.
 
+        Returns once Orbax has copied the arrays; the thread writes them and the other files.
         Raises ResourceError if that save failed or this one cannot begin.
         """
         start_s = time.perf_counter()
         self.wait()
         staging = self.folder / _STAGING
-        with self._write_errors(round_index):
+        with self._naming_errors(round_index):
             _on_all("a checkpoint begins", _FAULTS, lambda: self._make_staging(staging))
-        with self._write_errors(round_index):
             saved = ocp.args.StandardSave(_fields(arrays))
             self._orbax.save(staging.absolute() / _ARRAYS, args=saved)
         blocked_s = time.perf_counter() - start_s
 
-        def finish():
+        def finish() -> None:
             complete = functools.partial(self._finish, round_index, host, loss)
-            with self._write_errors(round_index):
+            with self._naming_errors(round_index):
                 written = self._orbax.wait_until_finished
                 _on_all("a checkpoint's arrays are written", _FAULTS, written)
                 size_bytes = _on_all("a checkpoint ends", _FAULTS, complete)
-            save_s = time.perf_counter() - start_s
-            seconds = {"blocked_s": round(blocked_s, 4), "save_s": round(save_s, 4)}
-            self._on_saved({"round": round_index, "bytes": size_bytes, **seconds})
+            line = {
+                "round": round_index,
+                "bytes": size_bytes,
+                "blocked_s": round(blocked_s, 4),
+                "save_s": round(time.perf_counter() - start_s, 4),
+            }
+            self._on_saved(line)
 
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Wait until the last save is verified, unless `only_if_ended`; raise as `save` does."""
+        """Wait until the last save is verified; raise its error, as `save` does.
+
+        With `only_if_ended`, a save that is under way is left to itself.
+        """
         pending = self._pending
         if pending is not None and (pending.done() or not only_if_ended):
             self._pending = None
@@ -131,7 +140,7 @@ class Saver:
         self._orbax.close()
 
     @contextlib.contextmanager
-    def _write_errors(self, round_index: int) -> Iterator[None]:
+    def _naming_errors(self, round_index: int) -> Iterator[None]:
         """Turn an error in the `with` block into one that names the checkpoint."""
         try:
             yield
@@ -142,15 +151,20 @@ class Saver:
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
+        """Make the empty folder in which a checkpoint is written; only process 0 does."""
         if processes.is_first():
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Write the other files of a checkpoint whose arrays are written, and rename its folder."""
+        """Write the other files of a checkpoint whose arrays are written, and rename its folder.
+
+        Old checkpoints are deleted. Returns the bytes of the files, in process 0.
+        """
         if not processes.is_first():
             return 0
-        staging, target = self.folder / _STAGING, self.folder / str(round_index)
+        staging = self.folder / _STAGING
+        target = self.folder / str(round_index)
         (staging / _HOST).write_bytes(_encode(host))
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
@@ -167,13 +181,15 @@ class Saver:
 
     def _delete_old(self) -> None:
         """Delete old checkpoints: keep the newest ones, and the one with the lowest loss."""
-        losses = {}
+        losses: dict[int, float | None] = {}  # by round, the newest first
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
                 losses[number] = read_manifest(self.folder / str(number)).loss
         best = sorted((loss, number) for number, loss in losses.items() if loss is not None)[:1]
         kept = [*list(losses)[: self._keep], *(number for _, number in best)]
-        for number in [number for number in losses if number not in kept]:
+        for number in losses:
+            if number in kept:
+                continue
             # Renamed first: what a kill leaves does not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             shutil.rmtree(self.folder / _STAGING)
@@ -189,8 +205,11 @@ def list_rounds(folder: Path) -> list[int]:
 
 def last(folder: Path) -> str:
     """Name the newest checkpoint in a folder, or say that there is none, as a part of a message."""
-    saved = list_rounds(folder)[:1]
-    return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
+    rounds = list_rounds(folder)
+    if not rounds:
+        return "none was saved"
+    newest_round = rounds[0]
+    return f"the last checkpoint is {folder / str(newest_round)}"
 
 
 def verify(checkpoint: Path) -> CheckpointManifest:
@@ -199,7 +218,8 @@ def verify(checkpoint: Path) -> CheckpointManifest:
     Raises CheckpointError if it was written in another format.
     """
     manifest = read_manifest(checkpoint)
-    expected, found = manifest.files, _describe_files(checkpoint)
+    expected = manifest.files
+    found = _describe_files(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
             raise Damaged(f"{checkpoint / name}: missing, changed, or not in the manifest")
@@ -235,21 +255,22 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
     damage = []
     # Process 0 lists the checkpoints and compares the hashes; then all processes read the same one.
     rounds = processes.broadcast(list_rounds(folder))
+    check = verify if processes.is_first() else read_manifest
     for index, number in enumerate(rounds):
         path = folder / str(number)
-        check = verify if processes.is_first() else read_manifest
         try:
             _on_all("a checkpoint's files", Damaged, functools.partial(check, path))
-            found = _on_all("a checkpoint's content", Damaged, functools.partial(read, path))
+            content = _on_all("a checkpoint's content", Damaged, functools.partial(read, path))
         except Damaged as error:
             damage.append(str(error))
             continue
-        for damaged in rounds[:index] if processes.is_first() else ():
-            aside = folder / f"{damaged}.damaged"
-            while aside.exists():
-                aside = aside.with_name(aside.name + "+")
-            os.rename(folder / str(damaged), aside)
-        return found, damage
+        if processes.is_first():
+            for damaged in rounds[:index]:
+                aside = folder / f"{damaged}.damaged"
+                while aside.exists():
+                    aside = aside.with_name(aside.name + "+")
+                os.rename(folder / str(damaged), aside)
+        return content, damage
     if damage:
         raise CheckpointError(
             "\n".join([*damage, f"{folder}: no checkpoint is whole; restore one from a copy"])
@@ -288,47 +309,57 @@ def _read_fields(
         try:
             # Shapes are compared first, so that arrays of a wrong size are not read into memory.
             metadata = reader.metadata(arrays).item_metadata
-            stored, wanted = shapes(metadata), shapes(expected)
+            stored = shapes(metadata)
+            wanted = shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
                 if stored.get(name) != wanted.get(name):
-                    has, need = (each.get(name, "missing") for each in (stored, wanted))
+                    field = name.split("/")[0]
                     raise ConfigError(
-                        f"{checkpoint}: of another {_ARGUMENTS.get(name.split('/')[0], 'model')}:"
-                        f" {name} is {has} there, {need} here; give what the run began with, or"
-                        " name another folder"
+                        f"{checkpoint}: of another {_SHAPED_BY.get(field, 'model')}: {name} is"
+                        f" {stored.get(name, 'missing')} there, {wanted.get(name, 'missing')}"
+                        " here; give what the run began with, or name another folder"
                     )
-            how = ocp.checkpoint_utils.construct_restore_args(expected)
-            args = ocp.args.PyTreeRestore(expected, restore_args=how, partial_restore=partial)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
+            args = ocp.args.PyTreeRestore(
+                expected, restore_args=restore_args, partial_restore=partial
+            )
             return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"{arrays}: unreadable ({reason(error)})") from error
 
 
 # What determines the shapes of a field of the ensemble; of others the model.
-_ARGUMENTS = {"inner_state_R": "inner optimizer", "outer_state_M": "outer optimizer"}
+_SHAPED_BY = {"inner_state_R": "inner optimizer", "outer_state_M": "outer optimizer"}
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
     """Return dtype and shape of every leaf, such as `float32[3, 4]`, by its path of keys."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found[name] = f"{leaf.dtype}{list(leaf.shape)}"
+    return found
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
-    named = {name: getattr(state, name) for name in fields}
-    return {name: value for name, value in named.items() if value is not None}
+    """Return the fields of a `flax.struct` dataclass that hold arrays, by name."""
+    arrays = {}
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        is_static = not field.metadata.get("pytree_node", True)
+        if value is not None and not is_static:
+            arrays[field.name] = value
+    return arrays
 
 
 def _describe_files(folder: Path) -> dict[str, CheckpointFile]:
+    """Return size and hash of each file of a checkpoint, except the manifest, by its path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path != folder / _MANIFEST:
             try:
-                digest, size = file_sha256(path), path.stat().st_size
+                digest = file_sha256(path)
+                size = path.stat().st_size
             except OSError as error:
                 raise Damaged(f"{path}: unreadable ({error.strerror})") from error
             found[path.relative_to(folder).as_posix()] = CheckpointFile(size=size, sha256=digest)
@@ -346,5 +377,8 @@ def _encode(content: dict) -> bytes:
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
-    """Run `act`, a part of a save or a restore, in every process (`processes.run_on_all`)."""
+    """Run `act`, a part of a save or a restore, in every process, and return its result.
+
+    If it raises one of `faults` in a process, the others raise Damaged (`processes.run_on_all`).
+    """
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

@@ -19,8 +19,9 @@ from adloco_jax.engine import evaluate
 from adloco_jax.engine.model import spec_of
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import ensemble_spec, fetch
-from adloco_jax.engine.spec import Layout, Machine
+from adloco_jax.engine.spec import Layout, Machine, ProgramSpec
 from adloco_jax.errors import CheckpointError, ConfigError
+from adloco_jax.loop.adloco import Control
 from adloco_jax.models import hf
 from adloco_jax.models.configured import build_network, class_count
 from adloco_jax.models.layers import merge_adapter, param_shapes, split_adapter, with_adapter
@@ -40,12 +41,14 @@ def save(
     *,
     base_sha256: str,
     merge: bool = False,
-    **how: str,
+    dtype: str | None = None,
+    shard_size: str = "5GB",
 ) -> str:
     """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
 
     Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
-    recorded, or with `merge` the whole model. Returns the dtype, by default the checkpoint's.
+    recorded, or with `merge` the whole model. Returns the dtype that was written: `dtype`, else the
+    checkpoint's.
 
     Raises:
       DataError: If base weights to merge with have another hash than the run recorded.
@@ -69,17 +72,26 @@ def save(
         params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
         network = network.clone(adapter=None)
     config = json.loads(model.checkpoint or "{}")
-    is_narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-    how = {"dtype": "bfloat16" if is_narrow else "float32"} | how
-    hf.save(params, folder, tokenizer, network=network, config=config, **how)
-    return how["dtype"]
+    if dtype is None:
+        stored_as = config.get("dtype", config.get("torch_dtype"))
+        dtype = "bfloat16" if stored_as == "bfloat16" else "float32"
+    hf.save(
+        params,
+        folder,
+        tokenizer,
+        network=network,
+        dtype=dtype,
+        config=config,
+        shard_size=shard_size,
+    )
+    return dtype
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
     """Add to a tokenizer's ends that of the answers on which the model was trained."""
     if tokenizer is None or not data.is_chat:
         return tokenizer
-    ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))
+    ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))  # each once, in order
     return dataclasses.replace(tokenizer, ends=tuple(ends))
 
 
@@ -105,10 +117,10 @@ def write_consensus(
         layout = "an adapter, as PEFT reads it" if adapter.rank else "in Hugging Face layout"
         print(f"export: {folder}, {layout}, {dtype}")
         return
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C")
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaves[name] = np.asarray(leaf, order="C")
     with replaced_folder(folder) as partial:
         save_file(leaves, partial / "params.safetensors")
     print(f"export: {folder / 'params.safetensors'}; the model has no Hugging Face names")
@@ -118,7 +130,7 @@ def _shapes(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.shape, params)
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model from a checkpoint after `round` rounds.
 
     `source` is `trainer 3` (its id), `only`, `best` or `average` (`evaluate.consensus`);
@@ -135,7 +147,7 @@ class Trained(NamedTuple):
 
 def read_trained(
     workdir: str | Path, machine: Machine, *, round: int | None = None, trainer: int | None = None
-) -> Trained:
+) -> TrainedModel:
     """Read the model of a trainer id, or the consensus, from a checkpoint (None: the newest).
 
     The consensus of several trainers needs the run's data.
@@ -143,37 +155,30 @@ def read_trained(
     model or data are needed; CheckpointError, DataError.
     """
     workdir = Path(workdir)
-    settings, before = recorded_settings(workdir), recorded(workdir)
+    settings = recorded_settings(workdir)
+    before = recorded(workdir)
     assert before is not None, "its settings were read"
-    rounds = checkpoint.list_rounds(workdir / "checkpoints")
-    if not rounds or (round is not None and round not in rounds):
-        have = ", ".join(map(str, reversed(rounds))) or "none"
-        which = "" if round is None else f" of round {round}"
-        raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
-    path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
+    path = _checkpoint_of(workdir, round)
     spec = spec_of(settings, machine)
     try:
         checkpoint.verify(path)
-        data = checkpoint.read_host(path).get("control")
-        control = read_control(path, data, settings.ensemble)
-        name = "average_M" if settings.outer.average else "params_M"
-        template = getattr(ensemble_spec(spec, Layout(control.sizes)), name)
-        params_M = checkpoint.read_field(path, name, template)
-        ensemble = Ensemble(params_M, (), (), control.sizes, jnp.int32(0))
+        ensemble, control = _read_ensemble(path, settings, spec)
     except (checkpoint.Damaged, ConfigError) as error:
         refuse_fit(workdir)
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
-    ids = [*control.trainers]
-    if trainer is not None and trainer not in ids:
-        raise ConfigError(
-            f"{path}: no trainer {trainer}, have {', '.join(map(str, ids))}; the others have merged"
-        )
+    trainers = [*control.trainers]
+    if trainer is not None and trainer not in trainers:
+        have = ", ".join(map(str, trainers))
+        raise ConfigError(f"{path}: no trainer {trainer}, have {have}; the others have merged")
+
     if trainer is not None:
-        params, source = evaluate.trainer_params(ensemble, ids.index(trainer)), f"trainer {trainer}"
-    elif len(ids) == 1:
-        params, source = evaluate.trainer_params(ensemble, 0), "only"
+        params = evaluate.trainer_params(ensemble, trainers.index(trainer))
+        source = f"trainer {trainer}"
+    elif len(trainers) == 1:
+        params = evaluate.trainer_params(ensemble, 0)
+        source = "only"
     else:
         refuse_fit(workdir)
         run = assemble(settings, machine, workdir)
@@ -183,5 +188,39 @@ def read_trained(
             params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     num_classes = class_count(settings.model)
     tokenizer = tokenizer_of(settings.data, settings.model, num_classes=num_classes, run=workdir)
-    tokenizer = _for_answers(settings.data, tokenizer)
-    return Trained(settings, params, tokenizer, control.round, source, before.base_fingerprint)
+    return TrainedModel(
+        settings=settings,
+        params=params,
+        tokenizer=_for_answers(settings.data, tokenizer),
+        round=control.round,
+        source=source,
+        base_sha256=before.base_fingerprint,
+    )
+
+
+def _checkpoint_of(workdir: Path, round: int | None) -> Path:
+    """Return the folder of the checkpoint of a round; None: the newest."""
+    rounds = checkpoint.list_rounds(workdir / "checkpoints")
+    if not rounds or (round is not None and round not in rounds):
+        have = ", ".join(map(str, reversed(rounds))) or "none"
+        which = "" if round is None else f" of round {round}"
+        raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
+    newest = rounds[0]
+    return workdir / "checkpoints" / str(newest if round is None else round)
+
+
+def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[Ensemble, Control]:
+    """Read from a checkpoint the trainers' parameters, or their averages, without other states."""
+    data = checkpoint.read_host(path).get("control")
+    control = read_control(path, data, settings.ensemble)
+    name = "average_M" if settings.outer.average else "params_M"
+    template = getattr(ensemble_spec(spec, Layout(control.sizes)), name)
+    params_M = checkpoint.read_field(path, name, template)
+    ensemble = Ensemble(
+        params_M=params_M,
+        outer_state_M=(),
+        inner_state_R=(),
+        sizes=control.sizes,
+        round=jnp.int32(0),
+    )
+    return ensemble, control

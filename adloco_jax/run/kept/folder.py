@@ -57,16 +57,19 @@ def exclusive(workdir: Path) -> Iterator[None]:
     Raises ConfigError if another run uses it, it cannot be written or is not shared by all
     processes, ResourceError if the disk is full.
     """
-    path, token = workdir / ".lock", processes.broadcast(os.urandom(8).hex())
+    path = workdir / ".lock"
+    token = processes.broadcast(os.urandom(8).hex())  # process 0 writes it, all look for it
     lock = FileLock(path, timeout=0)
 
-    def acquire() -> None:
+    def acquire_if_first() -> None:
+        if not processes.is_first():
+            return
         with _lock_errors(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
             lock.acquire()
             path.write_text(token)
 
-    def look() -> None:
+    def require_shared() -> None:
         if not path.exists() or path.read_text() != token:
             raise ConfigError(
                 f"workdir {workdir}: not the folder that process 0 has under this name; name one"
@@ -74,8 +77,8 @@ def exclusive(workdir: Path) -> Iterator[None]:
             )
 
     try:
-        processes.run_on_all(acquire if processes.is_first() else lambda: None)
-        processes.run_on_all(look)
+        processes.run_on_all(acquire_if_first)
+        processes.run_on_all(require_shared)
         yield
     finally:
         lock.release()
@@ -95,6 +98,7 @@ def require_usable(workdir: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_errors(workdir: Path) -> Iterator[None]:
+    """Turn errors of a lock and its file into ConfigError, or ResourceError for a full disk."""
     try:
         yield
     except Timeout:
@@ -163,7 +167,8 @@ def recorded_config(workdir: Path) -> ConfigDict:
 
 def refuse_fit(workdir: Path) -> None:
     """Raise ConfigError if `fit` made the run, whose model's code a command would need."""
-    if (before := recorded(workdir)) and before.made_by == "fit":
+    before = recorded(workdir)
+    if before is not None and before.made_by == "fit":
         raise ConfigError(
             f"{workdir}: made by fit with a model of your own, which the command does not have;"
             f" fit called again resumes it, and {workdir / 'export'} has its model"
@@ -171,15 +176,20 @@ def refuse_fit(workdir: Path) -> None:
 
 
 def _resumable(workdir: Path) -> Recorded:
-    path, before, known = workdir / "config.json", recorded(workdir), tables()
+    """Read the record of a run, whose table entries must all be defined in this process."""
+    path = workdir / "config.json"
+    before = recorded(workdir)
     if before is None:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
-    faults = [
-        f"{path}: {key} = {name!r}: no entry of this library; run the config file that adds it"
-        " (--config FILE)"
-        for key, entry in ENTRIES.items()
-        if (name := attrgetter(key)(before.config)) not in known[entry.table]
-    ]
+    known = tables()
+    faults = []
+    for key, entry in ENTRIES.items():
+        name = attrgetter(key)(before.config)
+        if name not in known[entry.table]:
+            faults.append(
+                f"{path}: {key} = {name!r}: no entry of this library; run the config file that adds"
+                " it (--config FILE)"
+            )
     if faults:
         raise ConfigError("\n".join(faults))
     return before
@@ -198,9 +208,13 @@ def finished(
     """
     folder = Path(workdir)
     check_config(folder, settings, accept=accept_config_change)
-    before, ledger, checkpoints = recorded(folder), folder / "ledger.jsonl", folder / "checkpoints"
-    end = finish(read(ledger)) if before and ledger.exists() else None
-    if not (before and end and (folder / "export").exists()):
+    before = recorded(folder)
+    ledger = folder / "ledger.jsonl"
+    checkpoints = folder / "checkpoints"
+    if before is None or not ledger.exists():
+        return None
+    end = finish(read(ledger))
+    if end is None or not (folder / "export").exists():
         return None
     settings = settings.with_rows(before.config.num_rows)
     if settings.share_done(end["rounds"], end["tokens_total"]) < 1:
@@ -222,7 +236,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     record cannot be read.
     """
     check_workdir(workdir)
-    if (before := recorded(workdir)) is None:
+    before = recorded(workdir)
+    if before is None:
         if (workdir / "checkpoints").exists() or (workdir / "ledger.jsonl").exists():
             raise CheckpointError(
                 f"{workdir / 'config.json'}: missing from a folder that holds a run; restore it"
@@ -253,8 +268,10 @@ def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
     """Return the command that resumes a run, or say which call does."""
     if by_fit:
         return "fit called again with the same arguments"
-    several = ", in each process with its options for several processes"
-    return f"adloco train {shlex.quote(str(workdir))}{several * (jax.process_count() > 1)}"
+    command = f"adloco train {shlex.quote(str(workdir))}"
+    if jax.process_count() > 1:
+        command += ", in each process with its options for several processes"
+    return command
 
 
 def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
@@ -262,7 +279,8 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
 
     An unfinished run that another process continues does not count.
     """
-    unfinished, complete = None, None
+    unfinished = None
+    complete = None
     for run in runs:
         # A ledger may be damaged, or of another user; the run may be under way.
         with contextlib.suppress(DataError, OSError, Timeout):
@@ -278,13 +296,16 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
 
 
 def change_of(key: str, settings: Settings) -> Change:
-    """Whether a run may go on with another value of an option."""
-    inner, outer = settings.inner, settings.outer
+    """Say whether a run may go on with another value of an option: `settings.Change`."""
+    inner = settings.inner
     # The length may change freely only if no earlier round depends on it, as with a decaying
     # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
     # unsynchronised, which the last round has synchronised.
-    lasting = inner.schedule == "constant" and inner.round_length == "fixed"
-    lasting = lasting and not outer.leaves_unsynchronised
-    if key in ("num_rounds", "num_tokens", "num_epochs") and not lasting:
+    rounds_depend_on_length = (
+        inner.schedule != "constant"
+        or inner.round_length != "fixed"
+        or settings.outer.leaves_unsynchronised
+    )
+    if key in ("num_rounds", "num_tokens", "num_epochs") and rounds_depend_on_length:
         return "accepted"
     return change(key)

@@ -22,6 +22,7 @@ from adloco_jax.run.kept.events import EVENTS
 # Events that are written again when rounds are run again.
 _REPEATED_EVENTS = {"round", "sync", "eval", "merge", "refusal", "spawn", "fault", "memory"}
 
+_MOST_QUOTED = 40  # bytes of a damaged line that a message quotes
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
 
 
@@ -93,9 +94,8 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
             break
         try:
             if event is None:
-                raise ValueError(
-                    f"expected a JSON object with the key 'event', found {line[:40]!r}"
-                )
+                found = line[:_MOST_QUOTED]
+                raise ValueError(f"expected a JSON object with the key 'event', found {found!r}")
             kind = event["event"]
             checked(event, EVENTS.get(kind, Format), kind, ValueError)
         except ValueError as error:
@@ -119,29 +119,37 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
     Raises:
       CheckpointError: If lines on rounds before the checkpoint are missing.
     """
-    rounds = {}
+    rounds = {}  # completed by each trainer of the checkpoint
     if control is not None:
-        rounds = {m: control.rounds_of(m) for m in control.trainers}
+        rounds = {trainer: control.rounds_of(trainer) for trainer in control.trainers}
 
     def is_later(event: dict) -> bool:
-        if event["event"] not in _REPEATED_EVENTS or control is None:
-            return event["event"] in _REPEATED_EVENTS
-        trainer, last = event.get("trainer"), control.round
-        if event.get("kind") == "quarantine":
+        if event["event"] not in _REPEATED_EVENTS:
+            return False
+        if control is None:
+            return True
+        trainer = event.get("trainer")
+        if event.get("kind") == "quarantine":  # the trainer left then
             return trainer in rounds
         if event["event"] in ("round", "fault") and trainer is not None:
             # With learners, a trainer may be ahead; one that the checkpoint lacks had left.
-            last = rounds.get(trainer, event["round"])
-        return event["round"] > last
+            return event["round"] > rounds.get(trainer, event["round"])
+        return event["round"] > control.round
 
     content = Path(path).read_bytes() if Path(path).exists() else b""
-    lines = [(text, event) for text in content.splitlines() if (event := _parse(text))]
-    found = dict.fromkeys(rounds, 0)
-    found |= {e["trainer"]: e["round"] for _, e in lines if e["event"] == "round"}
+    lines = []
+    recorded = dict.fromkeys(rounds, 0)  # the last round of each trainer
+    for text in content.splitlines():
+        event = _parse(text)
+        if event is None:
+            continue
+        lines.append((text, event))
+        if event["event"] == "round":
+            recorded[event["trainer"]] = event["round"]
     for trainer, last in rounds.items():
-        if found[trainer] < last:
+        if recorded[trainer] < last:
             raise CheckpointError(
-                f"{path}: has {found[trainer]} rounds of trainer {trainer}, the checkpoint has"
+                f"{path}: has {recorded[trainer]} rounds of trainer {trainer}, the checkpoint has"
                 f" {last}; {_ADVICE}"
             )
     kept = b"".join(text + b"\n" for text, event in lines if not is_later(event))
@@ -160,6 +168,6 @@ def _parse(line: bytes) -> dict | None:
 
 
 def _plain(value: object) -> Any:
-    """Convert a value, which may contain arrays, to plain JSON data."""
+    """Convert a value, which may contain arrays, to plain JSON data; not finite becomes None."""
     text = json.dumps(value, default=lambda array: array.tolist())
     return json.loads(text, parse_constant=lambda _: None)

@@ -31,7 +31,12 @@ def scalars(event: dict) -> dict[str, float]:
     kind, trainer = event["event"], event.get("trainer")
     if kind not in _AS_NUMBERS:
         return {}
-    who = kind if trainer is None else trainer if trainer == "consensus" else f"trainer_{trainer}"
+    if trainer is None:
+        who = kind
+    elif trainer == "consensus":
+        who = "consensus"
+    else:
+        who = f"trainer_{trainer}"
     named = {f"{name}/{who}": value for name, value in event.items() if name not in _PLACES}
     if event.get("step_s"):
         named[f"tokens_per_s/{who}"] = event["tokens"] / event["step_s"]
@@ -60,8 +65,8 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
-            numbers = [*losses_by_update(event), (event.get("round"), scalars(event))]
-            for step, named in numbers:
+            by_step = [*losses_by_update(event), (event.get("round"), scalars(event))]
+            for step, named in by_step:
                 for name, value in named.items():
                     writer.add_scalar(name, value, step)
             if event["event"] in _AS_TEXT:
@@ -91,14 +96,17 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     ) as run:
         run.define_metric("*", step_metric="round")
         run.define_metric("train_loss_by_update/*", step_metric="updates")
-        first_step, steps = run.step, itertools.count()
+        first_step = run.step  # W&B has those before
+        steps = itertools.count()
 
         def send(event):
-            rows: list[dict] = [
-                named | {"updates": step} for step, named in losses_by_update(event)
-            ]
-            text = {event["event"]: json.dumps(event)} if event["event"] in _AS_TEXT else {}
-            if shown := {**scalars(event), **text}:
+            rows: list[dict] = []
+            for updates, named in losses_by_update(event):
+                rows.append(named | {"updates": updates})
+            shown: dict = scalars(event)
+            if event["event"] in _AS_TEXT:
+                shown[event["event"]] = json.dumps(event)
+            if shown:
                 rows.append(shown | {"round": event["round"]})
             for row, step in zip(rows, steps, strict=False):
                 if step >= first_step:
@@ -129,43 +137,53 @@ class Trackers:
         `history` is a resumed run's, sent again; `on_fault` gets name, round and cause of a drop.
         """
         self._names = [name for name in LOGGERS if getattr(log, name, True)]
-        self._workdir, self._history, self._on_fault = workdir, history, on_fault
-        self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
+        self._workdir = workdir
+        self._history = history
+        self._on_fault = on_fault
+        self._sends: dict[str, Send] = {}  # of trackers in use
+        self._stacks: dict[str, contextlib.ExitStack] = {}  # what closes each of them
 
     def __call__(self, event: dict) -> None:
         """Send a line of the ledger to every tracker; the `start` line opens the trackers."""
-        is_start = event["event"] == "start"
-        for name in self._names if is_start else [*self._opened]:
-            with self._dropped_if_it_raises(name, event.get("round", 0)):
-                if is_start:
+        at_round = event.get("round", 0)
+        if event["event"] == "start":
+            for name in self._names:
+                with self._dropped_if_it_raises(name, at_round):
                     self._open(name, event)
-                elif event["event"] in (*_AS_NUMBERS, *_AS_TEXT):
-                    self._opened[name][1](event)
+        elif event["event"] in (*_AS_NUMBERS, *_AS_TEXT):
+            for name, send in [*self._sends.items()]:
+                with self._dropped_if_it_raises(name, at_round):
+                    send(event)
 
     def close(self) -> None:
         """Close every tracker; when it is closed, a tracker sends the data in its buffers."""
         # Faults are no longer recorded, because the ledger is closed next.
         self._on_fault = lambda *_: None
-        for name, (stack, _) in [*self._opened.items()]:
+        for name, stack in [*self._stacks.items()]:
             with self._dropped_if_it_raises(name, 0):
                 stack.close()
 
     def _open(self, name: str, start: dict) -> None:
-        with contextlib.ExitStack() as stack:
-            history = [*self._history, start]
-            send = stack.enter_context(LOGGERS[name](self._workdir, history))
-            self._opened[name] = stack.pop_all(), send
+        """Open a tracker, and send it the history."""
+        history = [*self._history, start]
+        stack = contextlib.ExitStack()
+        send = stack.enter_context(LOGGERS[name](self._workdir, history))
+        self._stacks[name] = stack
+        self._sends[name] = send
         for line in history:
             send(line)
 
     @contextlib.contextmanager
     def _dropped_if_it_raises(self, name: str, at_round: int) -> Iterator[None]:
+        """Close a tracker that raises an error in the `with` block, and use it no more."""
         try:
             yield
         # Deliberately broad: third-party code may raise anything, and must not stop training.
         except Exception as error:
             cause = f"{type(error).__name__}: {reason(error)}"
-            stack, _ = self._opened.pop(name, (contextlib.ExitStack(), None))
-            with contextlib.suppress(Exception):
-                stack.close()
+            self._sends.pop(name, None)
+            stack = self._stacks.pop(name, None)
+            if stack is not None:
+                with contextlib.suppress(Exception):
+                    stack.close()
             self._on_fault(name, at_round, cause)

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.corpus import readable
+from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.engine.model import layer_form
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
@@ -24,7 +25,8 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     None if `eval.sample_tokens` is 0 or `fit` has the model. ConfigError if it is no decoder.
     """
     settings = run.settings
-    count, length = settings.eval.sample_tokens, settings.data.sequence_length
+    count = settings.eval.sample_tokens
+    length = settings.data.sequence_length
     if not count or run.by_fit:
         return None
     # A scan needs stacked weights, and frozen ones are not.
@@ -37,12 +39,19 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
         )
     assert isinstance(corpus, Corpus)
     tokenizer = corpus.tokenizer
-    row, size, stops = run.heldout.report_EL[0], length // 2, []
+    # A row has its tokens, then (of packed rows) the start of each token's document, then (of
+    # chats) the weight of each token as an answer.
+    row = run.heldout.report_EL[0]
+    size = length // 2  # tokens of the row until the end of the prompt
+    stops = []
     if settings.data.is_chat:  # all before the first answer, which then ends by itself
-        size = int(np.flatnonzero(row[2 * (length + 1) :])[0])
+        answers = np.flatnonzero(row[2 * (length + 1) :])
+        size = int(answers[0])
         stops = sorted({*tokenizer.ends, *tokenizer.turn_end})
     size = max(1, min(size, settings.model.max_length - count))
-    first = row[length + size] if settings.data.row_parts > 1 else 0
+    first = 0  # where the document of the prompt begins
+    if settings.data.row_parts > 1:
+        first = row[length + size]
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
     def sample(params, base):
@@ -57,10 +66,15 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
             base=base,
         )
         (tokens,) = fetch(written)
+        prompt = tokens[: size - first]
         new = tokens[size - first :]
         ends = np.flatnonzero(np.isin(new, stops))
-        parts = (tokens[: size - first], new[: ends[0]] if ends.size else new)
-        start, text = (readable(part, tokenizer, max_chars=16 * len(part)) for part in parts)
-        return start, text
+        if ends.size:
+            new = new[: ends[0]]
+        return _as_text(prompt, tokenizer), _as_text(new, tokenizer)
 
     return sample
+
+
+def _as_text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    return readable(tokens, tokenizer, max_chars=16 * len(tokens))  # no token is so long: all
