@@ -56,7 +56,7 @@ class Recorder:
     """Writes the results of a round to the ledger and the terminal, also for other observers."""
 
     settings: Settings
-    engine: "RunEngine"
+    engine: RunEngine
     ledger: Ledger
     progress: Progress
     # This process's clock at the start of the run, had it run the earlier processes' rounds.
@@ -68,7 +68,9 @@ class Recorder:
     seconds: float = 0.0  # seconds of these rounds, without compilation
     # Ledger fields of each trainer's newest round; with learners their rounds end apart.
     _newest: dict[int, dict] = field(default_factory=dict)
-    _unshown: np.ndarray = field(default_factory=lambda: np.zeros(2))  # tokens, seconds
+    # Of the rounds since the terminal's last line about a round.
+    _unshown_tokens: int = 0
+    _unshown_s: float = 0.0
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Write a ledger line for each trainer that ran, and for each change, such as a merge.
@@ -76,46 +78,64 @@ class Recorder:
         The terminal shows changes, growth and skipped updates.
         """
         metrics = boundary.metrics
-        self.tokens += sum(line["tokens"] for line in metrics.lines)
+        tokens = sum(line["tokens"] for line in metrics.lines)
+        self.tokens += tokens
         self.seconds += metrics.step_s - metrics.stall_s
-        self._unshown += sum(line["tokens"] for line in metrics.lines), metrics.step_s
-        seconds = {"step_s": round(metrics.step_s, 6), "stall_s": round(metrics.stall_s, 6)}
-        rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
-        for line, decision, outcome in rows:
-            within = outcome.losses(self.settings.log.every_updates)
-            whole = line | _decided(decision, self.settings.inner)
-            whole["train_loss"] = outcome.mean_loss
-            whole["pseudo_grad_norm"] = outcome.pseudo_grad_norm
-            whole["train_losses"] = [(line["updates_before"] + n, loss) for n, loss in within]
-            self._newest[line["trainer"]] = whole
-            self.ledger.write("round", **whole, **seconds)
-            if skipped := line["skipped_updates"]:
-                where = {"round": line["round"], "trainer": line["trainer"]}
-                self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
-            for note in describe_growth(whole, decision, self.settings.batching):
+        self._unshown_tokens += tokens
+        self._unshown_s += metrics.step_s
+        trainers = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
+        for measured, decision, outcome in trainers:
+            line = measured | _decided(decision, self.settings.inner)
+            line["train_loss"] = outcome.mean_loss
+            line["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            line["train_losses"] = [
+                (measured["updates_before"] + updates, loss)
+                for updates, loss in outcome.losses(self.settings.log.every_updates)
+            ]
+            self._newest[line["trainer"]] = line
+            self.ledger.write(
+                "round",
+                **line,
+                step_s=round(metrics.step_s, 6),
+                stall_s=round(metrics.stall_s, 6),
+            )
+            if line["skipped_updates"]:
+                self.ledger.write(
+                    "fault",
+                    kind="skipped_updates",
+                    round=line["round"],
+                    trainer=line["trainer"],
+                    updates=line["skipped_updates"],
+                )
+            for note in describe_growth(line, decision, self.settings.batching):
                 self.progress.note(note)
         for change in boundary.changes:
             self.ledger.write(**change)
-            if note := describe_change(change):
+            note = describe_change(change)
+            if note:
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
         """Write a line about the round to the terminal, with the last measured held-out loss."""
         control = state.control
-        tokens, seconds = self._unshown
         text = describe_round(
             [self._newest[trainer] for trainer in sorted(self._newest)],
             heldout=self.loss,
             num_trainers=len(control.trainers),
             pool=self.settings.ensemble.num_workers,
         )
-        self._unshown = np.zeros(2)
-        self._newest = {m: self._newest[m] for m in control.trainers if m in self._newest}
-        done = self.settings.share_done(control.round, control.tokens_total)
-        speed = f"{tokens / seconds:,.0f} tok/s"
-        if (share := tokens / seconds / self.most_tokens_per_s) > 0:  # NaN: not known
-            speed += f" ({share:.0%} of the peak)"
-        self.progress.round(control.round, done, text, speed)
+        self._newest = {
+            trainer: line for trainer, line in self._newest.items() if trainer in control.trainers
+        }
+        tokens_per_s = self._unshown_tokens / max(self._unshown_s, 1e-9)  # never zero
+        self._unshown_tokens = 0
+        self._unshown_s = 0.0
+        speed = f"{tokens_per_s:,.0f} tok/s"
+        share_of_peak = tokens_per_s / self.most_tokens_per_s
+        if share_of_peak > 0:  # NaN: not known
+            speed += f" ({share_of_peak:.0%} of the peak)"
+        share_done = self.settings.share_done(control.round, control.tokens_total)
+        self.progress.round(control.round, share_done, text, speed)
 
     def record(self) -> dict:
         """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger."""
@@ -132,7 +152,7 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write to the ledger the peak memory of this process and of its devices so far."""
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes of `ru_maxrss`
         devices = self.engine.programs.spec.machine.local_devices
         self.ledger.write(
             "memory",
@@ -146,20 +166,22 @@ class Recorder:
     def write_end(self, control: Control, reason: str) -> None:
         """Write the `end` line: the reason is "finished", "preempted" or "diverged"."""
         self.write_memory(control)
-        fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
+        line: dict[str, Any] = {"reason": reason, "rounds": control.round, **_totals(control)}
         if self.seconds:
-            fields["tokens_per_s"] = round(self.tokens / self.seconds, 1)
-        self.ledger.write("end", reason=reason, **fields, wall_s=self.wall_s())
+            line["tokens_per_s"] = round(self.tokens / self.seconds, 1)
+        self.ledger.write("end", **line, wall_s=self.wall_s())
 
 
 def _decided(decision: Decision, inner: InnerSettings) -> dict:
+    """Return the fields of a `round` line that say what a trainer does next, and why."""
     fields = decision._asdict()
-    size, is_known = fields.pop("size"), inner.round_length == "fixed"
-    return fields | {
-        "next_workers": size.num_workers,
-        "next_steps_per_round": size.round_length * inner.steps_per_round if is_known else None,
-        "next_batch_size": size.batch_size,
-    }
+    size = fields.pop("size")
+    fields["next_workers"] = size.num_workers
+    fields["next_steps_per_round"] = None  # not known before the round
+    if inner.round_length == "fixed":
+        fields["next_steps_per_round"] = size.round_length * inner.steps_per_round
+    fields["next_batch_size"] = size.batch_size
+    return fields
 
 
 def _totals(control: Control) -> dict[str, int]:
@@ -187,18 +209,21 @@ class Evaluator:
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
             self._since_s = time.perf_counter()
-            losses, ensemble = [], evaluate.reported(state.ensemble)
+            losses = []
+            ensemble = evaluate.reported(state.ensemble)
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(ensemble, position)
-                losses.append(self._loss(params))
-                self._record(control, trainer, params, losses[-1])
+                loss = self._loss(params)
+                losses.append(loss)
+                self._record(control, trainer, params, loss)
             self.consensus(state, losses)
             recorder.write_memory(control)
         recorder.show(state, boundary)
 
     def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
         """Choose the consensus and measure its loss; record it if given the trainers' losses."""
-        recorder, engine = self.recorder, self.recorder.engine
+        recorder = self.recorder
+        engine = recorder.engine
         self.params, source = evaluate.consensus(
             evaluate.reported(state.ensemble),
             engine.programs,
@@ -208,37 +233,51 @@ class Evaluator:
         is_known = bool(losses) and source == "only"
         recorder.loss = losses[0] if is_known else self._loss(self.params)
         if losses:
-            more: dict[str, Any] = {"source": source}
+            own_fields: dict[str, Any] = {"source": source}
             if self.sample is not None:
                 base = engine.programs.frozen(evaluate.loss_key(engine.heldout.batch_size))
-                more["sample"] = start, text = self.sample(self.params, base)
+                start, text = self.sample(self.params, base)
+                own_fields["sample"] = (start, text)
                 recorder.progress.note(f"  | {start} -> {text}")
-            self._record(state.control, "consensus", self.params, recorder.loss, **more)
+            self._record(state.control, "consensus", self.params, recorder.loss, own_fields)
             recorder.evaluated_round = state.control.round
 
     def _loss(self, params: PyTree) -> float:
-        return evaluate.mean_loss(*self._given(params))
-
-    def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """Return the arguments with which functions of `engine.evaluate` measure a model."""
         engine = self.recorder.engine
-        return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
+        heldout = engine.heldout
+        return evaluate.mean_loss(engine.programs, params, heldout.report_EL, heldout.batch_size)
 
     def _record(
-        self, control: Control, trainer: int | str, params: PyTree, loss: float, **more: Any
+        self,
+        control: Control,
+        trainer: int | str,
+        params: PyTree,
+        loss: float,
+        own_fields: dict[str, Any] | None = None,
     ) -> None:
+        """Write the `eval` line of a trainer or of "consensus", which has fields of its own."""
+        line = {"round": control.round, "trainer": trainer, "loss": loss}
+        line |= _totals(control)
+        line |= own_fields or {}
         if self.unit == "nats/token":
             with np.errstate(over="ignore"):  # infinity becomes null in the ledger
-                more["perplexity"] = float(np.exp(loss))
+                line["perplexity"] = float(np.exp(loss))
         if self.num_classes is not None:
-            more |= evaluate.class_report(*self._given(params), self.num_classes)
-        fields = {"round": control.round, "trainer": trainer, "loss": loss}
-        fields |= _totals(control) | more
-        if average := self.recorder.settings.outer.average:
-            fields["average"] = average
-        before_s, self._since_s = self._since_s, time.perf_counter()
-        fields["eval_s"] = round(self._since_s - before_s, 6)
-        self.recorder.ledger.write("eval", **fields, wall_s=self.recorder.wall_s())
+            engine = self.recorder.engine
+            line |= evaluate.class_report(
+                engine.programs,
+                params,
+                engine.heldout.report_EL,
+                engine.heldout.batch_size,
+                self.num_classes,
+            )
+        average = self.recorder.settings.outer.average
+        if average:
+            line["average"] = average
+        now_s = time.perf_counter()
+        line["eval_s"] = round(now_s - self._since_s, 6)
+        self._since_s = now_s
+        self.recorder.ledger.write("eval", **line, wall_s=self.recorder.wall_s())
 
 
 @dataclass
@@ -260,8 +299,11 @@ class Checkpoints:
         # A checkpoint is named after the slowest trainer's round, which has not ended.
         if not boundary.advanced:
             return
-        settings, index = self.recorder.settings, state.control.round
-        last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
+        settings = self.recorder.settings
+        index = state.control.round
+        last = is_over(state.control, settings)
+        every = settings.checkpoint.every_rounds  # None: only by the clock
+        # If one process was asked to stop, or finds that it is time, all save.
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
         stop_now, save_by_clock = (any(answers) for answers in zip(*asked, strict=True))
         # By then learners have joined and compiled, which a driver that is killed must not lose.
@@ -279,7 +321,8 @@ class Checkpoints:
 
         `within`: the next round has begun, which may have taken the state's arrays.
         """
-        index, folder = state.control.round, self.saver.folder
+        index = state.control.round
+        folder = self.saver.folder
         self.saver.wait()
         is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.ensemble))
         if index and is_whole and index not in checkpoint.list_rounds(folder):
@@ -290,16 +333,19 @@ class Checkpoints:
         raise Preempted(f"{folder.parent}: stopped by a signal {when}; {checkpoint.last(folder)}")
 
     def _is_time(self) -> bool:
+        """Whether process 0 should save by the clock; raises the error of a save that failed."""
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
     def _save(self, state: State) -> None:
-        recorder, index = self.recorder, state.control.round
+        recorder = self.recorder
+        index = state.control.round
         self._last_save_s = time.perf_counter()
         self.saver.wait()
-        known = recorder.evaluated_round == index and np.isfinite(recorder.loss)
-        loss = recorder.loss if known else None
+        loss = None
+        if recorder.evaluated_round == index and np.isfinite(recorder.loss):
+            loss = recorder.loss
         self.saver.save(index, recorder.engine.complete(state), self.host(state), loss=loss)
 
 

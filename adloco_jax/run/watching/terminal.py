@@ -14,6 +14,7 @@ from adloco_jax.errors import counted
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import BatchingSettings
 
+_BETWEEN_CALLS_S = 0.1  # the bar moves at most so often within a round
 _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
 # The line for each kind of change at the end of a round.
 _CHANGES = {
@@ -64,32 +65,38 @@ class Progress:
 
         `share_done` is what earlier processes completed.
         """
-        self._stalled_s, self._first_share = stalled_s, share_done
+        self._stalled_s = stalled_s
+        self._first_share = share_done
         self._begin_s = time.perf_counter() - stalled_s()
         self._draw(min(share_done, 1.0))
 
     def _left(self, share: float) -> str:
         """Estimate the time that is left, at the mean pace since `begin`."""
         seconds = time.perf_counter() - self._stalled_s() - self._begin_s
-        left_s = (1 - share) * seconds / max(share - self._first_share, 1e-9)
+        done = max(share - self._first_share, 1e-9)  # never zero
+        left_s = (1 - share) * seconds / done
         return f"{tqdm.format_interval(left_s)} left"
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
         """Move the bar within a round, at most ten times a second, to a share of the whole run."""
-        now_s, share = time.perf_counter(), min(share_done, 1.0)
+        now_s = time.perf_counter()
         if self._bar is None or now_s < self._next_call_s:
             return
-        self._next_call_s = now_s + 0.1
+        self._next_call_s = now_s + _BETWEEN_CALLS_S
+        share = min(share_done, 1.0)
         made = np.asarray(losses)[np.isfinite(losses)]
         loss = np.mean(made) if made.size else np.nan
         self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
 
     def compiling(self, event: Compiling | Compiled) -> None:
         """Show beside the bar that a program is being compiled."""
-        is_begun = isinstance(event, Compiling)
-        self._draw(compiling=f"compiling {event.number} of {event.of}" if is_begun else "")
+        text = ""
+        if isinstance(event, Compiling):
+            text = f"compiling {event.number} of {event.of}"
+        self._draw(compiling=text)
 
     def _draw(self, share: float | None = None, **words: str) -> None:
+        """Move the bar to a share of the run (None: leave it), and replace some words beside it."""
         if self._bar is not None:
             self._shown |= words
             text = ", ".join(filter(None, self._shown.values()))
@@ -108,11 +115,16 @@ class Progress:
         """Move the bar after a round (from 1), and write `text` about it if a line is due."""
         share = min(share_done, 1.0)
         left = self._left(share)
-        known = self._num_rounds is not None
-        number = f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the run)"
-        self._draw(share, left=left, speed=speed, round=f"round {number.partition(' ')[0]}")
+        if self._num_rounds is None:
+            number = str(index)
+            reached = f"{index} ({share:.0%} of the run)"
+        else:
+            number = f"{index}/{self._num_rounds}"
+            reached = number
+        self._draw(share, left=left, speed=speed, round=f"round {number}")
         if index % self._every == 0 or share >= 1:
-            self.note(f"round {number}: {text}{', ' * bool(speed)}{speed}, {left}")
+            parts = [text, speed, left] if speed else [text, left]
+            self.note(f"round {reached}: {', '.join(parts)}")
 
     def close(self) -> None:
         """Stop the progress bar and end its line; the bar stays on the terminal."""
@@ -132,54 +144,75 @@ def describe_round(
     `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
     `pool` the workers once all have started.
     """
-    losses = [line["train_loss"] for line in lines]
-    loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
-    sizes = {(line["micro_batch_size"], line["num_accum_steps"]) for line in lines}
-    batch = " ".join(f"{size}x{accum}".removesuffix("x1") for size, accum in sorted(sizes))
-    if len(sizes) > _MOST_LISTED:
-        batch = f"{min(a * b for a, b in sizes)}-{max(a * b for a, b in sizes)}"
+    finite = [line["train_loss"] for line in lines if np.isfinite(line["train_loss"])]
+    loss = f"loss {np.mean(finite or [np.nan]):.4g}"
+    if not np.isnan(heldout):
+        loss += f", held-out {heldout:.4g}"
+
+    trainers = str(len(lines))
+    if num_trainers != len(lines):
+        trainers += f"->{num_trainers}"
+
     workers = sum(line["workers"] for line in lines)
     missing = workers - sum(line.get("workers_counted", line["workers"]) for line in lines)
-    away = f" ({missing} missing)" if missing else ""
-    left = "" if num_trainers == len(lines) else f"->{num_trainers}"
-    return (
-        f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
-        f" trainers {len(lines)}{left}, workers {workers - missing}/{pool}{away}, batch {batch}"
-    )
+    counted_of_pool = f"{workers - missing}/{pool}"
+    if missing:
+        counted_of_pool += f" ({missing} missing)"
+
+    sizes = {(line["micro_batch_size"], line["num_accum_steps"]) for line in lines}
+    if len(sizes) > _MOST_LISTED:
+        batches = [size * accum for size, accum in sizes]
+        batch = f"{min(batches)}-{max(batches)}"
+    else:
+        batch = " ".join(f"{size}x{accum}".removesuffix("x1") for size, accum in sorted(sizes))
+    return f"{loss}, trainers {trainers}, workers {counted_of_pool}, batch {batch}"
 
 
 def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) -> list[str]:
     """Describe in up to two lines why a trainer grows or not, and its skipped updates."""
     requested = f"the test asks for {decision.test_value or 0.0:.1f}"
-    limit = "batching.max_growth"
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
     elif decision.size.batch_size >= batching.batch_cap:
         limit = "batching.batch_cap"
-    why = {
+    else:
+        limit = "batching.max_growth"
+    reasons = {
         "capped": f"{requested}, limited by {limit}",
         "no_signal": "no signal above the noise yet, so one step of growth",
         "held": "no signal above the noise, limited by batching.max_blind_growth",
         "schedule": "as declared",
-    }.get(decision.reason, requested)
-    changes = {
-        "batch per worker": (line["requested_batch_size"], line["next_batch_size"]),
-        "updates per round": (line["steps_per_round"], line["next_steps_per_round"]),
     }
-    grown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
+    why = reasons.get(decision.reason, requested)
+
+    batch, next_batch = line["requested_batch_size"], line["next_batch_size"]
+    updates, next_updates = line["steps_per_round"], line["next_steps_per_round"]
+    grown = []
     if decision.reason == "held":
-        grown = ["batch per worker stays"]
-    found = [f"{', '.join(grown)} ({why})"] if grown else []
-    if skipped := line["skipped_updates"]:
-        found.append(f"skipped {counted(skipped, 'update')}: loss or gradient was not finite")
-    return [f"round {line['round']}: trainer {line['trainer']}: {words}" for words in found]
+        grown.append("batch per worker stays")
+    else:
+        if next_batch != batch:
+            grown.append(f"batch per worker {batch} -> {next_batch}")
+        if next_updates not in (updates, None):  # None: not known before the round
+            grown.append(f"updates per round {updates} -> {next_updates}")
+
+    facts = []
+    if grown:
+        facts.append(f"{', '.join(grown)} ({why})")
+    skipped = line["skipped_updates"]
+    if skipped:
+        facts.append(f"skipped {counted(skipped, 'update')}: loss or gradient was not finite")
+    return [f"round {line['round']}: trainer {line['trainer']}: {fact}" for fact in facts]
 
 
 def describe_change(change: dict) -> str:
     """Describe a change, such as a merge, on one line; empty if it is not shown."""
+    template = _CHANGES.get(change["event"])
+    if template is None:
+        return ""
+    words = dict(change)
     reason = change.get("action", change.get("reason", ""))
-    words = {"why": change.get("why", _WHY.get(reason, ""))}
+    words["why"] = change.get("why", _WHY.get(reason, ""))
     words["listed"] = ", ".join(map(str, change.get("members", ())))
     words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
-    shown = _CHANGES.get(change["event"], "").format(**change | words)
-    return f"round {change['round']}: {shown}" if shown else ""
+    return f"round {change['round']}: {template.format(**words)}"
