@@ -25,9 +25,13 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     holder = config[group] if group else config
     if not isinstance(holder, ConfigDict):
         return
-    kind, default, value = plain_type(key), default_of(key), text
-    if default in (None, "auto") and text == (default or "none"):
-        value = default
+    kind = plain_type(key)
+    default = default_of(key)
+    value: object = text
+    if default is None and text == "none":
+        value = None
+    elif default == "auto" and text == "auto":
+        value = "auto"
     elif get_origin(kind) is tuple:
         with contextlib.suppress(SyntaxError, TypeError, ValueError):
             literal = ast.literal_eval(text)
@@ -58,9 +62,13 @@ def allowed(key: str) -> str:
 def unset(key: str) -> str:
     """Say how to unset a key, if it can be."""
     default = default_of(key)
-    if default in (None, "auto"):
-        return f"; unset with ={default or 'none'}"
-    return f"; unset with ={default!r}" if default in ("", ()) else ""
+    if default is None:
+        return "; unset with =none"
+    if default == "auto":
+        return "; unset with =auto"
+    if default in ("", ()):
+        return f"; unset with ={default!r}"
+    return ""
 
 
 _schema = functools.cache(Config.model_json_schema)
@@ -79,16 +87,20 @@ _LIMITS = {
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    schema = schema.get("anyOf", [schema])[0]  # the other is null
-    if names := schema.get("enum") or schema.get("examples"):
+    """Describe the values that a JSON schema allows, such as "a whole number, at least 1"."""
+    if "anyOf" in schema:
+        schema, _null = schema["anyOf"]
+    names = schema.get("enum") or schema.get("examples")
+    if names:
         return " or ".join(map(repr, names))
     if "items" in schema:
         return f"a tuple, each item {_in_words(schema['items'])}"
     if "prefixItems" in schema:
         return f"a pair, each item {_in_words(schema['prefixItems'][0])}"
-    limits = [
-        f"{words} {schema[name]:.12g}"
-        for name, words in _LIMITS.items()
-        if schema.get(name, INT32) != INT32
-    ]
-    return ", ".join([_TYPES[schema["type"]], *["not empty"] * ("minLength" in schema), *limits])
+    words = [_TYPES[schema["type"]]]
+    if "minLength" in schema:
+        words.append("not empty")
+    for name, limit in _LIMITS.items():
+        if schema.get(name, INT32) != INT32:  # of all whole numbers, so not worth a word
+            words.append(f"{limit} {schema[name]:.12g}")
+    return ", ".join(words)

@@ -39,20 +39,23 @@ def find_config(name: str) -> Path:
         if os.path.isfile(path):
             return path
     known = sorted(file.stem for file in SHIPPED.glob("[!_]*.py"))
-    nearest = difflib.get_close_matches(Path(name).stem, known, n=1)
-    meant = "".join(f"did you mean {near}? " for near in nearest)
+    meant = ""
+    for nearest in difflib.get_close_matches(Path(name).stem, known, n=1):  # one, or none
+        meant = f"did you mean {nearest}? "
     raise ConfigError(
         f"--config {name}: no such file; {meant}those that come with adloco_jax: {', '.join(known)}"
     )
 
 
-def load_config(path: Path, **given: str) -> ConfigDict:
-    """Run the Python file of a config, and return what its `get_config` makes of `given`.
+def load_config(path: Path, **arguments: str) -> ConfigDict:
+    """Run the Python file of a config, and return what its `get_config` makes of arguments.
+
+    These are forwarded: which there are, such as `size`, the file says.
 
     Raises:
       ConfigError: If the file raises an error or lacks the function, or the result is no config.
     """
-    config = _run(path, **given)
+    config = _executed(path, **arguments)
     if type(config) is not ConfigDict:
         raise ConfigError(
             f"{path}: needs a get_config() that returns a ConfigDict; start it from"
@@ -64,10 +67,11 @@ def load_config(path: Path, **given: str) -> ConfigDict:
 def add_entries(name: str | None) -> None:
     """Run a config file, if named, only for the entries that it adds to public tables."""
     if name is not None:
-        _run(find_config(name))
+        _executed(find_config(name))
 
 
-def _run(path: Path, **given: str) -> object:
+def _executed(path: Path, **arguments: str) -> object:
+    """Run a config file; return what its `get_config` makes of the arguments, None without one."""
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
@@ -75,7 +79,7 @@ def _run(path: Path, **given: str) -> object:
     executed.append(path.resolve())
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
-        return get_config(**given) if callable(get_config) else None
+        return get_config(**arguments) if callable(get_config) else None
     # Deliberately broad, because a config file is arbitrary Python.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)

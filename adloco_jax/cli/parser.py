@@ -32,7 +32,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         the command to write instead.
     """
     followers = [*words[1:], ""]
-    return _parser().parse_args([_spelled(*pair) for pair in zip(words, followers, strict=True)])
+    spelled = []
+    for word, follower in zip(words, followers, strict=True):
+        spelled.append(_spelled(word, follower))
+    return _parser().parse_args(spelled)
 
 
 def _spelled(word: str, follower: str) -> str:
@@ -53,6 +56,7 @@ def _spelled(word: str, follower: str) -> str:
 
 
 def _is_switch_value(text: str) -> bool:
+    """Whether a word says True or False, so that it is a switch's value and no other argument."""
     try:
         TypeAdapter(bool).validate_strings(text)
     except ValidationError:
@@ -66,10 +70,13 @@ class Parser(argparse.ArgumentParser):
     In the `example`, {run} is the run at hand.
     """
 
-    example, takes_keys, words = "", False, ()
+    example = ""
+    takes_keys = False  # whether keys of a config are among the options
+    words: Sequence[str] = ()  # of the command line, for messages
 
-    def __init__(self, **how: Any):
-        super().__init__(**how, allow_abbrev=False)
+    def __init__(self, **argparse_options: Any):
+        """Forward the options of `argparse.ArgumentParser`, which also makes the subparsers."""
+        super().__init__(**argparse_options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words; raise ConfigError with a line for each that is unknown."""
@@ -81,39 +88,49 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         """Say that a word is unknown, and which options are the nearest."""
-        name = word.partition("=")[0]
+        name, _, _ = word.partition("=")
         if not word.startswith("-"):
-            option = f"; a text to train on is --config.data.path={word}" if self.takes_keys else ""
-            return f"{word}: unexpected{option}"
+            advice = ""
+            if self.takes_keys:
+                advice = f"; a text to train on is --config.data.path={word}"
+            return f"{word}: unexpected{advice}"
         if self.takes_keys and name.startswith("--config."):
             return unknown_key_fault(name.removeprefix("--config."))
         known = self._option_string_actions
+        # A key without its group, or else a name that is spelled alike.
         keys = [f"--config.{key}" for key in namesakes(name.lstrip("-").replace("-", "_"))]
-        nearest = [key for key in keys if key in known] or difflib.get_close_matches(name, known, 1)
-        meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-        return f"{word}: no such option{meant}"
+        nearest = [key for key in keys if key in known]
+        if not nearest:
+            nearest = difflib.get_close_matches(name, known, n=1)
+        if not nearest:
+            return f"{word}: no such option"
+        return f"{word}: no such option; did you mean {' or '.join(nearest)}?"
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError."""
-        given = [word.rpartition("=")[2] for word in self.words]
-        run = next((run for run in [*given, *runs_in("runs")] if is_run(run)), "RUN")
-        example = self.example.format(run=shlex.quote(str(run)))
+        """Raise a ConfigError with an example, which names the run that was meant, or the last."""
+        values = [word.rpartition("=")[2] for word in self.words]
+        runs = [folder for folder in [*values, *runs_in("runs")] if is_run(folder)]
+        run = str(runs[0]) if runs else "RUN"
+        example = self.example.format(run=shlex.quote(run))
         raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
 
 
 def _run(text: str) -> str:
+    """Type of the options that name a run."""
     if not os.path.exists(text):
         raise argparse.ArgumentTypeError(f"{text}: no such folder")
     return text
 
 
 def _path(text: str) -> Path:
+    """Type of the options that name a file or folder of this machine."""
     from adloco_jax.data.disk import local_path  # imported only here, because it imports NumPy
 
     return local_path(text)
 
 
 def _new_folder(text: str) -> Path:
+    """Type of the options that name an output folder, which must be new or empty."""
     folder = _path(text)
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"--out {text}: exists already and is not empty; name another folder")
@@ -131,6 +148,7 @@ def _text(pattern: str, example: str) -> Callable[[str], str]:
     return check
 
 
+# What several options share.
 _FILE: dict[str, Any] = {"type": _path, "metavar": "FILE"}
 _FOLDER: dict[str, Any] = {"type": _path, "metavar": "FOLDER"}
 _OUT: dict[str, Any] = {"type": _new_folder, "metavar": "FOLDER"}
@@ -149,7 +167,9 @@ def _train(parser: Parser) -> None:
     Kubernetes) or --coordinator, --num-processes and --process-id.
     """
     parser.usage = f"{parser.prog} CONFIG|RUN [--config.GROUP.KEY=VALUE ...] [options]"
-    parser.example, parser.takes_keys, add = "quickstart", True, parser.add_argument
+    parser.example = "quickstart"
+    parser.takes_keys = True
+    add = parser.add_argument
     add("name", nargs="?", metavar="CONFIG|RUN", help="a config, or a run to resume")
     add("--config", metavar="CONFIG", help="same as CONFIG; with RUN: executed for table entries")
     add("--workdir", **_FOLDER, help="the run's folder; by default a new one in runs/")
@@ -198,7 +218,8 @@ def _join(parser: Parser) -> None:
     The driver prints the command, for a bucket with the run's secret in ADLOCO_KEY. After SIGTERM
     or ^C the learner leaves when its round has ended.
     """
-    parser.example, add = "adloco-TICKET", parser.add_argument
+    parser.example = "adloco-TICKET"
+    add = parser.add_argument
     text = "the ticket that the run's driver prints, or the address of its bucket"
     add("address", metavar="TICKET|ADDRESS", help=text)
     add("--config", **_ENTRIES)
@@ -223,7 +244,8 @@ def _report(parser: Parser) -> None:
 
     Runs that differ only in the seed are drawn as one curve with a band.
     """
-    parser.example, add = "{run}", parser.add_argument
+    parser.example = "{run}"
+    add = parser.add_argument
     add("run", nargs="+", type=_run, metavar="RUN", help="a run's folder")
     add("--out", **_OUT, help="a new or empty folder; default for one run: report in its folder")
     add("--labels", nargs="+", metavar="LABEL", help="one per run; default: the folders' names")
@@ -231,7 +253,8 @@ def _report(parser: Parser) -> None:
 
 def _export(parser: Parser) -> None:
     """Turns a checkpoint of a run into a folder that transformers loads, with a model card."""
-    parser.example, add = "{run}", parser.add_argument
+    parser.example = "{run}"
+    add = parser.add_argument
     add("run", type=_run, metavar="RUN", help="a run's folder")
     add("--round", **_INT, help="round of the checkpoint; default: the newest")
     add("--trainer", **_INT, help="id of a trainer in the ledger; default: the consensus model")
@@ -241,12 +264,14 @@ def _export(parser: Parser) -> None:
     text = "of the written weights; default: that of init_from, or else float32"
     add("--dtype", choices=("float32", "bfloat16"), help=text)
     size = _text(r"[1-9]\d*[KMGT]B", "500MB")
-    add("--shard-size", type=size, metavar="SIZE", help="of the largest file; default: 5GB")
+    text = "of the largest file; default: 5GB"
+    add("--shard-size", type=size, default="5GB", metavar="SIZE", help=text)
 
 
 def _generate(parser: Parser) -> None:
     """Writes text with a run's export, or with another Llama in Hugging Face layout."""
-    parser.example, add = '{run} --prompt "Once upon a time"', parser.add_argument
+    parser.example = '{run} --prompt "Once upon a time"'
+    add = parser.add_argument
     text = "a run's folder, a folder in Hugging Face layout, or a hub name"
     add("model", metavar="MODEL", help=text)
     add("--prompt", default="", metavar="TEXT", help="beginning of the text")

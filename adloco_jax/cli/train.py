@@ -27,27 +27,35 @@ def configure(options: argparse.Namespace) -> tuple[Path, Config]:
     Raises:
       ConfigError: If the file or the resulting config has faults; the message lists all.
     """
-    name, is_resumed = options.name or options.config, bool(options.name) and is_run(options.name)
+    is_resumed = bool(options.name) and is_run(options.name)
     if options.name and options.config and not is_resumed:
         raise ConfigError(f"{options.name}: unexpected, as --config names a config")
-    path, made = _recorded(options) if is_resumed else _load(name, options.size)
+    if is_resumed:
+        path, config = _recorded(options)
+    else:
+        path, config = _load(options.name or options.config, options.size)
     for key in OPTIONS:
-        if (text := vars(options)[f"config.{key}"]) is not None:
-            override(made, key, text)
-    return path, validate(made)
+        text = vars(options)[f"config.{key}"]
+        if text is not None:
+            override(config, key, text)
+    return path, validate(config)
 
 
 def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
+    """Find and run a config file; `size` is for those that have sizes."""
     if name is None:
         raise ConfigError(
             "no config; write: adloco train quickstart, or another name that adloco configs"
             " lists, or a file"
         )
-    path, given = find_config(name), {"size": size} if size else {}
-    return path, load_config(path, **given)
+    path = find_config(name)
+    if size:
+        return path, load_config(path, size=size)
+    return path, load_config(path)
 
 
 def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
+    """Read the config of a named run, and set the run as `workdir`."""
     from adloco_jax.run.kept.folder import recorded_config
 
     run = Path(options.name)
@@ -78,13 +86,21 @@ def train(options: argparse.Namespace, command: str) -> None:
             print(f"{unfinished}: an unfinished run of this command; to resume it: {how}")
         elif complete:
             print(f"{complete}: a finished run of this command; {folder} starts anew")
-    accept = {"accept_config_change": options.accept_config_change}
+    accept_config_change = options.accept_config_change
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
-    damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, settings, **accept)))
-    if damage is None:
-        accept["accept_data_change"] = options.accept_data_change
-        training.train(settings, folder, command=command, **accept)
+    damage = processes.run_on_all(
+        lambda: finished(folder, settings, accept_config_change=accept_config_change)
+    )
+    damage = processes.broadcast(damage)
+    if damage is None:  # not finished
+        training.train(
+            settings,
+            folder,
+            command=command,
+            accept_config_change=accept_config_change,
+            accept_data_change=options.accept_data_change,
+        )
         return
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
@@ -105,13 +121,19 @@ def plan(options: argparse.Namespace, command: str) -> None:
     _connect(options, needs_folder=False)
     from adloco_jax.elastic.transport import require_known_engine
     from adloco_jax.host import processes
-    from adloco_jax.run.before import estimate as plans
+    from adloco_jax.run.before import estimate
 
     require_known_engine(settings.engine.kind)
-    accept, workdir = options.accept_config_change, options.workdir
+    workdir = options.workdir
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, workdir, note=print))
-        print(plans.plan(settings, workdir, memory=options.memory, accept_config_change=accept))
+        text = estimate.plan(
+            settings,
+            workdir,
+            memory=options.memory,
+            accept_config_change=options.accept_config_change,
+        )
+        print(text)
         _plan_sites(options, settings)
 
 
@@ -124,7 +146,8 @@ def _plan_devices(options: argparse.Namespace) -> None:
             print(*kinds(), sep="\n")
             return
         check_kind(options.device)  # before faults of the config, which would hide it
-        lines, record = device_plan(configure(options)[1], options.device)
+        _, settings = configure(options)
+        lines, record = device_plan(settings, options.device)
         print(*lines, sep="\n")
     if options.save is not None:
         options.save.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -134,23 +157,38 @@ def _plan_devices(options: argparse.Namespace) -> None:
 
 def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
     """Print the seconds of a round over slow links, if a link is named."""
-    if link := options.link or settings.engine.link:
-        from adloco_jax.engine.model import spec_of
-        from adloco_jax.engine.spec import here
-        from adloco_jax.study.sites import site_lines
+    link = options.link or settings.engine.link
+    if not link:
+        return
+    from adloco_jax.engine.model import spec_of
+    from adloco_jax.engine.spec import here
+    from adloco_jax.study.sites import site_lines
 
-        sites = settings.ensemble.num_workers if options.sites is None else options.sites
-        how = {"link": link, "sites": sites, "tokens_per_s": options.tokens_per_s}
-        print(*site_lines(settings, spec_of(settings, here()), **how), sep="\n")
+    sites = options.sites
+    if sites is None:
+        sites = settings.ensemble.num_workers
+    lines = site_lines(
+        settings,
+        spec_of(settings, here()),
+        link=link,
+        sites=sites,
+        tokens_per_s=options.tokens_per_s,
+    )
+    print(*lines, sep="\n")
 
 
 def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
     """Connect the processes of a run, if the command line names several; then check the devices."""
-    several = {name: vars(options)[name] for name in ("coordinator", "num_processes", "process_id")}
-    if options.distributed or any(value is not None for value in several.values()):
+    address = (options.coordinator, options.num_processes, options.process_id)
+    if options.distributed or any(value is not None for value in address):
         from adloco_jax.host import processes
 
-        processes.connect(**several, timeout_s=options.meeting_s)
+        processes.connect(
+            coordinator=options.coordinator,
+            num_processes=options.num_processes,
+            process_id=options.process_id,
+            timeout_s=options.meeting_s,
+        )
         if needs_folder and options.workdir is None:
             raise ConfigError("--workdir: several processes need the name of one folder")
     require_devices()
@@ -176,7 +214,8 @@ def require_devices() -> None:
     Raises:
       ConfigError: If JAX cannot use them on this machine.
     """
-    if not (wanted := os.environ.get("JAX_PLATFORMS")):
+    wanted = os.environ.get("JAX_PLATFORMS")
+    if not wanted:
         return
     import jax
 
