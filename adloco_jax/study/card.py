@@ -31,9 +31,11 @@ def write(
     if round is not None:
         events = [e for e in events if e.get("round", e.get("rounds", 0)) <= round]
     run = curves.RunRecord(workdir, events)
-    config, own = run.start["config"], run.start.get("own", [])
+    config = run.start["config"]
+    own = run.start.get("own", [])
     facts = dict(summary.described(summary.totals(events, trainer=trainer)))
-    init_from, data = config["model"]["init_from"], config["data"]
+    init_from = config["model"]["init_from"]
+    data = config["data"]
     base = _on_hub(init_from)
     dataset = _on_hub(data["path"]) if data["source"] == "hf" else None
 
@@ -107,11 +109,17 @@ def task_of(folder: Path) -> str | None:
     if (folder / _ADAPTER).exists():
         return "text-generation"
     path = folder / "config.json"
-    name = read_json(path, DataError)["architectures"][0] if path.exists() else ""
-    return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
+    if not path.exists():
+        return None
+    name = read_json(path, DataError)["architectures"][0]
+    for end, task in _TASKS.items():
+        if name.endswith(end):
+            return task
+    return None
 
 
 def _on_hub(name: str) -> str | None:
+    """Return the name of a model or data set on the hub; None if it names a local file."""
     name = re.sub("^hf://(datasets/)?", "", name)
     is_hub = hub.NAME.fullmatch(name) and "/" in name and not Path(name).exists()
     return name if is_hub else None

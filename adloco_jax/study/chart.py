@@ -96,8 +96,11 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
     """Ticks of a linear axis: multiples of a step that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
-    for step in [size for size in sizes if size % 1 == 0] or [1.0] if whole else sizes:
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    if whole:
+        sizes = [size for size in sizes if size % 1 == 0] or [1.0]
+    for step in sizes:
+        first = math.ceil(low / step - 1e-9)  # a tick at an end, in spite of rounding
+        last = math.floor(high / step + 1e-9)
         if last - first < most:
             break
     return [float(f"{step * number:.12g}") for number in range(first, last + 1)]
@@ -149,18 +152,23 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
 
     It has a gap where rounds are missing.
     """
-    x, y = [], []
+    x: list[float] = []
+    y: list[float] = []
     for number, value in zip(rounds, values, strict=True):
         if x and x[-1] < number - 1:
-            x, y = [*x, number - 1], [*y, math.nan]
-        x, y = [*x, number - 1, number], [*y, value, value]
+            x.append(number - 1)
+            y.append(math.nan)
+        x += [number - 1, number]
+        y += [value, value]
     return x, y
 
 
 def shortened(label: str) -> str:
     """Shorten a label that is too long to fit beside a curve: a "…" replaces its middle."""
+    if len(label) <= _MAX_LABEL:
+        return label
     half = _MAX_LABEL // 2
-    return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
+    return f"{label[:half]}…{label[1 - half :]}"
 
 
 class Figure(str):
@@ -204,7 +212,11 @@ def chart(
     """
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
-    ends = {index: end for index, c in enumerate(curves) if c.label and (end := _end(c, x, y))}
+    ends = {}  # of the curves with a label, by their index
+    for index, curve in enumerate(curves):
+        end = _end(curve, x, y)
+        if curve.label and end is not None:
+            ends[index] = end
     gap = min(label_px, height / max(1, len(ends) - 1))
     rows = apart([up * height for _, up in ends.values()], gap, height)
     for (index, end), row in zip(ends.items(), rows, strict=True):
@@ -250,7 +262,8 @@ def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
     The moved positions lie between 0 and `high`, as far as there is room for all.
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    rows, least = [0.0] * len(wanted), 0.0
+    rows = [0.0] * len(wanted)
+    least = 0.0
     for index in order:
         rows[index] = max(wanted[index], least)
         least = rows[index] + gap
@@ -284,7 +297,10 @@ def document(
       font_px: Size of the text, in pixels.
       key: Names and CSS classes of curves that have no labels, shown above the panels.
     """
-    em, top, parts, x = font_px, 0.0, [], font_px
+    em = font_px
+    x = em  # where the next name of the key begins
+    top = 0.0
+    parts = []
     for label, classes in key:
         room = (3.2 + 0.55 * len(label)) * em
         if x + room > width:
@@ -333,17 +349,22 @@ def svg(width: int, height: int, title: str, parts: Sequence[str], *, font_px: i
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
+    """The last finite point of a curve, from the left and from the top; None if there is none."""
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
-    return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
+    if not finite:
+        return None
+    last_x, last_y = finite[-1]
+    return x.at(last_x), 1 - y.at(last_y)
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
     """Draw a curve's label to the right of the box, and a thin line to it from the curve's end."""
-    leader = [f"{100 * value:.1f}%" for value in (*end, row)]
+    end_x, end_y = (f"{100 * value:.1f}%" for value in end)
+    label_y = f"{100 * row:.1f}%"
     key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
-        f'<line class="leader" x1="{leader[0]}" y1="{leader[1]}" x2="100%" y2="{leader[2]}"/>'
-        f'<text class="end" x="100%" dx=".4em" y="{leader[2]}">{key}'
+        f'<line class="leader" x1="{end_x}" y1="{end_y}" x2="100%" y2="{label_y}"/>'
+        f'<text class="end" x="100%" dx=".4em" y="{label_y}">{key}'
         f'<tspan class="name">{escaped(curve.label)}</tspan></text>'
     )
 
@@ -374,6 +395,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
+    """Place points in the box of a curve; a stretch ends where y is not finite."""
     stretches: list[list[tuple[int, int]]] = [[]]
     for a, b in zip(xs, ys, strict=True):
         if not math.isfinite(b):
@@ -384,6 +406,7 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
+    """Keep the first, last, highest and lowest point of each bin of the horizontal axis."""
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}

@@ -75,7 +75,8 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
         runs with the same label have different configs.
     """
     folders = [run.folder.resolve() for run in runs]
-    if not runs or len(set(folders)) < len(folders) or len(labels or runs) != len(runs):
+    are_twice = len(set(folders)) < len(folders)
+    if not runs or are_twice or (labels and len(labels) != len(runs)):
         given = f"{len(labels)} labels" if labels else "no labels"
         raise ConfigError(f"{len(runs)} runs, {given}: give each run once, and one label for each")
     common = os.path.commonpath([folder.parent for folder in folders])
@@ -161,19 +162,20 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
-    costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
-    totals = [np.cumsum(np.bincount(rounds, values)).astype(int).tolist() for values in costs]
+    totals = {}  # of each cost, by number of the round
+    for cost in COSTS:
+        spent = [e.get(cost, 0) for e in spending]
+        totals[cost] = np.cumsum(np.bincount(rounds, spent)).astype(int).tolist()
     chosen = by_round([e for e in events if trainer is None or e.get("trainer") == trainer])
     updates = serial_updates(events)
-    return [
-        {
-            "round": number,
-            "value": statistics.fmean(_nan(e["train_loss"]) for e in found),
-            "updates": updates[number],
-        }
-        | {cost: total[number] for cost, total in zip(COSTS, totals, strict=True)}
-        for number, found in chosen.items()
-    ]
+    points = []
+    for number, ended in chosen.items():
+        loss = statistics.fmean(_nan(e["train_loss"]) for e in ended)
+        point = {"round": number, "value": loss, "updates": updates[number]}
+        for cost in COSTS:
+            point[cost] = totals[cost][number]
+        points.append(point)
+    return points
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.ndarray]:
@@ -186,11 +188,14 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.n
     from five curves on. Of points with the same x the last counts: with `gathering`, costs may
     decrease, so points are sorted by x.
     """
-    settled = [dict(sorted(dict(zip(x, y, strict=True)).items())) for x, y in curves]
+    settled = []  # y by x, ascending
+    for x, y in curves:
+        y_by_x = dict(zip(x, y, strict=True))
+        settled.append(dict(sorted(y_by_x.items())))
     first, end = max(map(min, settled)), min(map(max, settled))
     grid = np.array(sorted({x for curve in settled for x in curve if first <= x <= end}), float)
     values = [np.interp(grid, [*curve], [*curve.values()]) for curve in settled]
-    lowest = 25 if len(settled) >= 5 else 0
+    lowest = 25 if len(settled) >= 5 else 0  # percentile
     return [grid, *np.percentile(values, (lowest, 50, 100 - lowest), axis=0)]
 
 
@@ -202,6 +207,7 @@ def serial_updates(events: Sequence[dict]) -> dict[int, int]:
 
 
 def _nan(value: float | None) -> float:
+    """Return a number of the ledger, where null stands for one that was not finite."""
     return math.nan if value is None else value
 
 

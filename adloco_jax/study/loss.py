@@ -22,13 +22,12 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
     """The colour class and the label of each trainer's curve; empty for trainers that had left."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
-    return {
-        trainer: (
-            f"c{index % (chart.NUM_COLORS - 1)}",
-            f"trainer {trainer}" if rounds[-1]["round"] == last else "",
-        )
-        for index, (trainer, rounds) in enumerate(trainers.items())
-    }
+    looks = {}
+    for index, (trainer, rounds) in enumerate(trainers.items()):
+        color = f"c{index % (chart.NUM_COLORS - 1)}"  # the last colour is the consensus's
+        label = f"trainer {trainer}" if rounds[-1]["round"] == last else ""
+        looks[trainer] = (color, label)
+    return looks
 
 
 def charts(variants: Sequence[Variant]) -> dict[str, Panel]:

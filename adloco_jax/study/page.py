@@ -80,7 +80,8 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
     """The HTML of charts behind tabs; `name` is only letters, and unique on the page."""
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
-        key, checked = f"{name}-{number}", "" if number else " checked"
+        key = f"{name}-{number}"
+        checked = " checked" if number == 0 else ""  # the first is shown
         parts.append(
             f'<input type="radio" name="{name}" id="{key}"{checked}>'
             f'<label for="{key}">{escaped(text)}</label>\n<div class="tab">{panel.html()}</div>'

@@ -55,7 +55,8 @@ def write(
     variants = _read(runs, labels)
     folder = Path(folder)
     words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
-    words += ["--labels", *labels] if labels else []
+    if labels:
+        words += ["--labels", *labels]
     panels = loss.charts(variants)
     files = {
         "index.html": _page(variants, panels, shlex.join(words)),
@@ -95,22 +96,21 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 
 def _next_commands(workdir: Path) -> list[str]:
     """Lines on what to do next: generate text, and train on if only some rows were read."""
-    run, commands = shlex.quote(str(workdir)), []
-    events = curves.read_run(workdir)
+    run = shlex.quote(str(workdir))
+    commands = []
+    record = curves.read_run(workdir)
     if card.task_of(workdir / "export") == "text-generation":
-        is_chat = events.start["config"]["data"]["text_column"] in CHATS
-        commands.append(
-            f"next: adloco generate {run} " + ("--chat" if is_chat else '--prompt "The"')
-        )
+        is_chat = record.start["config"]["data"]["text_column"] in CHATS
+        option = "--chat" if is_chat else '--prompt "The"'
+        commands.append(f"next: adloco generate {run} {option}")
 
     before = recorded(workdir)
     if before is None or before.made_by == "fit":
         return commands
-    settings, tokens = before.config, summary.totals(events.events)["tokens_total"]
-    if (
-        share_read(settings, tokens) < ALMOST_ALL
-        and change_of("num_tokens", settings) == "harmless"
-    ):
+    settings = before.config
+    tokens = summary.totals(record.events)["tokens_total"]
+    may_go_on = change_of("num_tokens", settings) == "harmless"
+    if share_read(settings, tokens) < ALMOST_ALL and may_go_on:
         whole = settings.num_rows * settings.data.sequence_length
         longer = f"adloco train {run} --config.num_rounds=none --config.num_tokens={whole}"
         commands.append(f"to train on until each row was read once: {longer}")
@@ -118,14 +118,15 @@ def _next_commands(workdir: Path) -> list[str]:
 
 
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
-    read = [curves.read_run(run) for run in runs]
-    for run in read:
+    """Read the ledgers of runs, each with a round that has ended, and group them."""
+    records = [curves.read_run(run) for run in runs]
+    for run in records:
         if not curves.lines(run.events, "round"):
             raise DataError(
                 f"{run.folder / 'ledger.jsonl'}: no round has finished yet, so there is nothing to"
                 " draw; let the run reach the end of round 1"
             )
-    return curves.variants(read, labels=labels)
+    return curves.variants(records, labels=labels)
 
 
 def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str) -> str:
@@ -158,6 +159,7 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
+    """The HTML of the table of totals, a row for each variant; unknown totals have no column."""
     caption = "Synchronisations are blocking and summed over trainers."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " With several seeds: the median (minimum – maximum)."
@@ -172,7 +174,8 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    if len(variants) == len(variants[0].runs) == 1:
+    """The content of `summary.json`: the totals of a single run, or of each variant's runs."""
+    if len(variants) == 1 and len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
     return {
         variant.label: [
@@ -184,9 +187,13 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
+    """Say why a run ended, or that it is unfinished, and how often it was resumed."""
+    newest = curves.lines(run.events, "start", "end")[-1]
+    state = newest.get("reason", "unfinished")
     starts = len(curves.lines(run.events, "start"))
-    state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
-    return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
+    if starts > 1:
+        return f"{state}, resumed {starts - 1} ×"
+    return state
 
 
 def _measures(run: RunRecord) -> dict:
@@ -199,6 +206,7 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
+    """Show the median of values, and their range unless it is shown alike."""
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))

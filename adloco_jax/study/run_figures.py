@@ -13,21 +13,27 @@ from adloco_jax.study.page import figure
 _MAX_PARTS = 100  # parts of all lanes, so that a page of forty variants stays small
 
 
+_TEXT_PX = 13  # height of a line of text
+
+
 def life(run: RunRecord) -> str:
     """Draw trainers as bars over rounds, with batches and merges."""
-    rounds, merged = (curves.lines(run.events, name) for name in ("round", "merge"))
+    rounds = curves.lines(run.events, "round")
+    merged = curves.lines(run.events, "merge")
     by_trainer = curves.by_trainer(rounds)
     order = _lanes([*by_trainer], merged)
     lanes = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
     lane_px = max(9, min(32, 320 // len(lanes)))
     x = _across(e["round"] - past for e in rounds for past in (0, 1))
-    looks, most = loss.trainer_looks(run), max(1, *map(_batch, rounds))
-    body = [
-        f'<g class="{looks[t][0]}">{_lane(lines, x, lanes[t], lane_px, len(lanes), most)}</g>'
-        for t, lines in by_trainer.items()
-    ]
+    looks = loss.trainer_looks(run)
+    most = max(1, *map(_batch, rounds))
+    body = []
+    for trainer, lines in by_trainer.items():
+        color, _ = looks[trainer]
+        bars = _lane(lines, x, lanes[trainer], lane_px, len(lanes), most)
+        body.append(f'<g class="{color}">{bars}</g>')
     body += [_merge(event, x, lanes) for event in merged]
-    every = math.ceil(13 / lane_px)  # ids that would overlap are left out
+    every = math.ceil(_TEXT_PX / lane_px)  # ids that would overlap are left out
     drawn = chart.frame(
         x,
         "".join(body),
@@ -75,13 +81,18 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
+    """Draw a trainer's lane: a bar for each stretch of rounds with the same batch.
+
+    `middle` is the lane's position from the top, 0 to 1; `most` the largest batch of all trainers.
+    """
     changed = itertools.groupby(
         lines, lambda e: (_workers(e), e["micro_batch_size"], e["num_accum_steps"])
     )
     starts = [next(group) for _, group in changed]
     starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
     ends = [e["round"] - 1 for e in starts[1:]] + [lines[-1]["round"]]
-    parts, free = [], 0.0
+    parts = []
+    free = 0.0  # from here on a text overlaps no other
     for e, end in zip(starts, ends, strict=True):
         left, right = x.at(e["round"] - 1), x.at(end)
         size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
@@ -104,9 +115,13 @@ def _lane(
 
 
 def _merge(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
-    across, into = f"{x.at(event['round']):.2%}", event["into"]
-    rows = {t: f"{lanes[t]:.2%}" for t in sorted({into, *event["members"]}, key=lanes.__getitem__)}
-    top, *_, bottom = rows.values()
+    """Draw a merge: a line over the lanes of its trainers, with a dot on each."""
+    across = f"{x.at(event['round']):.2%}"
+    into = event["into"]
+    from_top = sorted({into, *event["members"]}, key=lambda trainer: lanes[trainer])
+    rows = {trainer: f"{lanes[trainer]:.2%}" for trainer in from_top}
+    top = rows[from_top[0]]
+    bottom = rows[from_top[-1]]
     marks = f'<line x1="{across}" x2="{across}" y1="{top}" y2="{bottom}"/>'
     for trainer, row in rows.items():
         kind = ' class="into"' if trainer == into else ""
@@ -129,7 +144,8 @@ _PANELS: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 def rounds(run: RunRecord) -> str:
     """Draw the batch of each round, what the batch-size test measured, and the training."""
-    looks, drawn = loss.trainer_looks(run), ""
+    looks = loss.trainer_looks(run)
+    drawn = ""
     for label, (base, fields) in _PANELS.items():
         lines = []
         for name, classes in fields.items():

@@ -50,14 +50,18 @@ def site_lines(
         raise ConfigError(f"--sites {sites}: expected at least 2")
     if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
         raise ConfigError(f"--tokens-per-s {tokens_per_s}: expected a number above 0")
-    how = "given" if tokens_per_s else "measured here"
-    tokens_per_s = tokens_per_s or measured_tokens_per_s(settings.batching, spec)
-    rate, workers, steps = bytes_per_s(link), settings.ensemble.num_workers, settings.inner
+    source = "given"
+    if tokens_per_s is None:
+        source = "measured here"
+        tokens_per_s = measured_tokens_per_s(settings.batching, spec)
+    rate = bytes_per_s(link)
+    workers = settings.ensemble.num_workers
+    num_updates = settings.inner.steps_per_round
     update_s = settings.batching.initial_batch_size * spec.sequence_length / tokens_per_s
     sent_s = spec.sync_bytes * spec.outer.fragments / rate
-    turns = math.ceil(workers / sites)
+    turns = math.ceil(workers / sites)  # workers of a site, one after another
     parts = {
-        f"computing {steps.steps_per_round} updates": turns * steps.steps_per_round * update_s,
+        f"computing {num_updates} updates": turns * num_updates * update_s,
         "upload": turns * sent_s,
         "driver": (workers + 1) * sent_s,
         "download": sent_s,
@@ -72,7 +76,7 @@ def site_lines(
         f"a round at {sites} sites with {link} each, {settings.outer.precision}:"
         f" {sum(parts.values()):.3g} s = "
         + " + ".join(f"{name} {part_s:.3g} s" for name, part_s in parts.items())
-        + f" ({tokens_per_s:,.0f} tokens/s, {how})",
+        + f" ({tokens_per_s:,.0f} tokens/s, {source})",
         advice,
     ]
 
@@ -83,6 +87,7 @@ def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, ra
     `update_s` are the seconds of an update, `sent_s` those of sending an update's parameters once,
     `rate` is that of a link in bytes/s.
     """
+    # A worker's upload, the driver's download of all, its upload, and a worker's download.
     sync_s = dict.fromkeys(FRONT, (sites + 3) * sent_s)
     sync_s["data_parallel"] = ring_s(sites, spec.param_bytes, bandwidth=rate)
     seconds = {name: n * update_s + syncs * sync_s[name] for name, (n, syncs) in FRONT.items()}
@@ -96,7 +101,9 @@ def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, ra
 
 def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> float:
     """Measure the tokens per second of one worker's updates on these devices."""
-    size = min(batching.initial_batch_size, batching.max_batch_size or 2**31)
+    size = batching.initial_batch_size
+    if batching.max_batch_size is not None:
+        size = min(size, batching.max_batch_size)
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
     frozen = {} if base is None else {"base": base}
 

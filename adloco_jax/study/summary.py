@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 
-import numpy as np
-
 from adloco_jax.elastic.formats import USES
 from adloco_jax.errors import in_bytes
 from adloco_jax.study.curves import (
@@ -59,13 +57,8 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
 
-_STRUCK = (
-    "lost",
-    "late",
-    "clipped",
-    "rejected",
-    "refused",
-)  # what became of learners and their rounds
+# What became of learners and their rounds.
+_STRUCK = ("lost", "late", "clipped", "rejected", "refused")
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
@@ -73,23 +66,33 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 
     A total is None if the ledger lacks it, or if it was not finite.
     """
-    rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
-    start, end = last(events, "start"), last(events, "end")
+    rounds = lines(events, "round")
+    programs = lines(events, "compile")
+    spent = lines(events, *SPENDING)
+    start = last(events, "start")
+    end = last(events, "end")
     who = "consensus" if trainer is None else trainer
     final = last([e for e in events if e.get("trainer") == who], "eval")
     gathered = gathering(events).get(final.get("round", 0), {})
-    loss, classes = final.get("loss"), final.get("classes")
+    loss = final.get("loss")
+    classes = final.get("classes")
     unit = start["loss_unit"]
-    tokens_per_byte = start.get("tokens_per_byte") if unit == "nats/token" else None
-    nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
-    guesses = start["config"]["model"]["vocab_size"] if tokens_per_byte is not None else 0
+    tokens_per_byte = None
+    num_guesses = None  # answers of a uniform guess, whose loss is by chance
+    if unit == "nats/token" and start.get("tokens_per_byte") is not None:
+        tokens_per_byte = start["tokens_per_byte"]
+        num_guesses = start["config"]["model"]["vocab_size"]
     if classes and unit == "nats/example":
-        guesses = len(classes)
+        num_guesses = len(classes)
+    nats_per_byte = None
+    if loss is not None and tokens_per_byte is not None:
+        nats_per_byte = loss * tokens_per_byte
     memory = lines(events, "memory")
     device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
     in_learners = [e for e in rounds if "workers_counted" in e]
     happened = [e["what"] for e in lines(events, "learner")]
-    expected, counted = (sum(e[n] for e in in_learners) for n in ("workers", "workers_counted"))
+    expected = sum(e["workers"] for e in in_learners)
+    counted = sum(e["workers_counted"] for e in in_learners)
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e.get("tokens", 0) for e in spent),
@@ -125,7 +128,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
         "loss_average": final.get("average"),
-        "chance_loss": math.log(guesses) if guesses else None,  # loss of a uniform guess
+        "chance_loss": math.log(num_guesses) if num_guesses else None,
         **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
@@ -140,24 +143,31 @@ def goodput(events: Sequence[dict]) -> float | None:
     no learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
     which compiles, is not used. None: without learners or such a round.
     """
-    done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
+    tokens, up_s = 0, 0.0  # of all rounds
+    calm_tokens, calm_up_s = 0, 0.0  # of rounds without a fault
     started: set[int] = set()  # trainers that have made a round since the start
+    is_struck = False  # whether a line on a learner came just before
     together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
-    is_struck = False
-    for group in ([*each] for _, each in together):
-        is_calm, is_struck = not is_struck, group[0]["event"] == "learner"
+    for group in ([*written] for _, written in together):
+        was_struck = is_struck
+        is_struck = group[0]["event"] == "learner"
         if group[0]["event"] == "start":
             started.clear()
         if group[0]["event"] != "round":
             continue
-        spent = [sum(e["tokens"] for e in group), sum(e.get("up_s") or 0.0 for e in group)]
+        group_tokens = sum(e["tokens"] for e in group)
+        group_up_s = sum(e.get("up_s") or 0.0 for e in group)
+        tokens += group_tokens
+        up_s += group_up_s
         trainers = {e["trainer"] for e in group}
-        is_calm &= trainers <= started
-        is_calm &= all(e.get("workers_counted") == e["workers"] for e in group)
-        done += np.array([spent, spent if is_calm else [0.0, 0.0]])
-        started.update(trainers)
-    (tokens, up_s), (calm_tokens, calm_up_s) = done.tolist()
-    return tokens / up_s * calm_up_s / calm_tokens if up_s and calm_tokens else None
+        all_counted = all(e.get("workers_counted") == e["workers"] for e in group)
+        if not was_struck and trainers <= started and all_counted:
+            calm_tokens += group_tokens
+            calm_up_s += group_up_s
+        started |= trainers
+    if not up_s or not calm_tokens:
+        return None
+    return tokens / up_s * calm_up_s / calm_tokens
 
 
 def _written_with(event: dict) -> tuple:
@@ -166,7 +176,7 @@ def _written_with(event: dict) -> tuple:
 
 
 def described(t: dict) -> list[tuple[str, str]]:
-    """The `totals` of a run as text, in pairs of a name and a value."""
+    """The `totals` t of a run as text, in pairs of a name and a value."""
     uses = {
         "start": t["start_s"],
         "compiling": t["compile_s"] + t["stall_s"],  # before the rounds, and while they waited
@@ -174,9 +184,13 @@ def described(t: dict) -> list[tuple[str, str]]:
         "evaluation": t["eval_s"],
     }
     compiled = t["num_programs"] - t["num_programs_cached"]
-    peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
-    peaks |= {"largest program {}": "program_bytes"}
-    known = [s.format(in_bytes(t[name])) for s, name in peaks.items() if t[name] is not None]
+    memory = []
+    if t["host_peak_bytes"] is not None:
+        memory.append(f"host {in_bytes(t['host_peak_bytes'])} peak")
+    if t["device_peak_bytes"] is not None:
+        memory.append(f"device {in_bytes(t['device_peak_bytes'])} peak")
+    if t["program_bytes"] is not None:
+        memory.append(f"largest program {in_bytes(t['program_bytes'])}")
     facts = {
         "rounds": f"{t['rounds']:,}",
         "tokens": f"{t['tokens_total']:,}",
@@ -192,7 +206,7 @@ def described(t: dict) -> list[tuple[str, str]]:
         "merges": f"{t['num_merges']}{refused}",
         "batch growths": str(t["num_batch_growths"]),
         "programs": f"{compiled} compiled, {t['num_programs_cached']} from the cache",
-        "memory": ", ".join(known) or "-",
+        "memory": ", ".join(memory) or "-",
         "wall time": seconds(t["wall_s"]),
         "of which": ", ".join(f"{use} {seconds(spent_s)}" for use, spent_s in uses.items()),
     }
@@ -211,6 +225,7 @@ def described(t: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
+    """The held-out loss and other scores among the totals t, as text."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -219,16 +234,19 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
         measured += f", running average over rounds ({t['loss_average']:g} of the old)"
     if t["loss"] is None:
         return [("held-out loss", f"not finite, {measured}")]
-    names = ("accuracy", "perplexity", "nats_per_byte", "bits_per_byte")
-    scores = [name for name in names if t[name] is not None]
-    chance = "" if t["chance_loss"] is None else f" (chance {t['chance_loss']:.2f})"
-    shown = f"{number(t['loss'])} {t['loss_unit']}".rstrip()
-    facts = [("held-out loss", f"{shown}{chance}, {measured}")]
-    facts += [(name.replace("_", " "), number(t[name])) for name in scores]
+    loss = f"{number(t['loss'])} {t['loss_unit']}".rstrip()
+    if t["chance_loss"] is not None:
+        loss += f" (chance {t['chance_loss']:.2f})"
+    facts = [("held-out loss", f"{loss}, {measured}")]
+    for name in ("accuracy", "perplexity", "nats_per_byte", "bits_per_byte"):
+        if t[name] is not None:
+            facts.append((name.replace("_", " "), number(t[name])))
     for label, row in enumerate(t["classes"] or []):
-        named = {name: row[name] for name in ("precision", "recall", "f1")}
-        shown = [f"{k} -" if v is None else f"{k} {v:.3f}" for k, v in named.items()]
-        facts.append((f"class {label}", f"{', '.join(shown)}, of {row['support']}"))
+        scores = []
+        for name in ("precision", "recall", "f1"):
+            shown = "-" if row[name] is None else f"{row[name]:.3f}"
+            scores.append(f"{name} {shown}")
+        facts.append((f"class {label}", f"{', '.join(scores)}, of {row['support']}"))
     return facts
 
 
@@ -239,7 +257,11 @@ def markdown(text: str) -> str:
 
 def number(value: float | None) -> str:
     """Format a loss or a score with four decimals; None becomes "not finite"."""
-    return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
+    if value is None:
+        return "not finite"
+    if value < 1e5:
+        return f"{value:.4f}"
+    return f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
@@ -252,5 +274,8 @@ def seconds(value: float | None) -> str:
 def short(value: float, unit: str = "") -> str:
     """Format a number with three significant digits: 2500000 becomes "2.5 M"."""
     value = float(f"{value:.3g}")
-    power = min(5, int(math.log10(abs(value)) // 3)) if abs(value) >= 1000 else 0
-    return f"{value / 1000**power:g} {'kMGTP'[power - 1] if power else ''}{unit}".rstrip()
+    prefixes = ("", "k", "M", "G", "T", "P")
+    power = 0  # of 1000
+    if abs(value) >= 1000:
+        power = min(len(prefixes) - 1, int(math.log10(abs(value)) // 3))
+    return f"{value / 1000**power:g} {prefixes[power]}{unit}".rstrip()
