@@ -53,8 +53,11 @@ def join(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.run.join import OWN, join
 
     add_entries(options.config)
-    named = {key: vars(options)[f"config.{key}"] for key in OWN}
-    own = {key: value for key, value in named.items() if value is not None}
+    own = {}  # this machine's values of settings that name files
+    for key in OWN:
+        value = vars(options)[f"config.{key}"]
+        if value is not None:
+            own[key] = value
     join(
         options.address,
         own=own,

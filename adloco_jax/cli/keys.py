@@ -54,7 +54,7 @@ def allowed(key: str) -> str:
     schema = _schema()["$defs"][GROUPS[group].__name__] if group else _schema()
     default = default_of(key)
     words = "unset" if default is None else repr(default)
-    if key in FOUND:
+    if key in FOUND:  # its default is looked for in the data or the checkpoint
         words = f"{FOUND[key].words}, else {OPTIONS[key].default!r}"
     return f"{_in_words(schema['properties'][name])} (default: {words})"
 

@@ -137,8 +137,8 @@ def _new_folder(text: str) -> Path:
     return folder
 
 
-def _text(pattern: str, example: str) -> Callable[[str], str]:
-    """Make a type of options: text that matches a pattern."""
+def _matching(pattern: str, example: str) -> Callable[[str], str]:
+    """Make a type of options whose text matches a pattern; a message names the example."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -200,7 +200,7 @@ def _plan(parser: Parser) -> None:
     add("--device", nargs="?", const="", metavar="KINDxN", help=text)
     add("--save", **_FILE, help="with --device: also write the plan to a JSON file")
     text = "also the seconds of a round, and of small models the method that ends first, at a rate"
-    add("--link", type=_text(LINK, "10Mbit/s"), metavar="RATE", help=f"{text} such as 10Mbit/s")
+    add("--link", type=_matching(LINK, "10Mbit/s"), metavar="RATE", help=f"{text} such as 10Mbit/s")
     add("--sites", **_INT, help="with --link: machines (default: one for each worker)")
     text = "with --link: of each machine (default: measured here)"
     add("--tokens-per-s", type=float, metavar="N", help=text)
@@ -263,7 +263,7 @@ def _export(parser: Parser) -> None:
     add("--merge", **_FLAG, help="of a run with an adapter, write the whole model")
     text = "of the written weights; default: that of init_from, or else float32"
     add("--dtype", choices=("float32", "bfloat16"), help=text)
-    size = _text(r"[1-9]\d*[KMGT]B", "500MB")
+    size = _matching(r"[1-9]\d*[KMGT]B", "500MB")
     text = "of the largest file; default: 5GB"
     add("--shard-size", type=size, default="5GB", metavar="SIZE", help=text)
 

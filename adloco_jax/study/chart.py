@@ -210,6 +210,7 @@ def chart(
 
     Labels are at least `label_px` apart, if the box of `height` pixels has room.
     """
+    # Many curves share the bins of a chart, so that the page stays small; 50 still show a curve.
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
     ends = {}  # of the curves with a label, by their index

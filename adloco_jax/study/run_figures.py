@@ -146,16 +146,20 @@ def rounds(run: RunRecord) -> str:
     """Draw the batch of each round, what the batch-size test measured, and the training."""
     looks = loss.trainer_looks(run)
     drawn = ""
+    by_trainer = curves.by_trainer(curves.lines(run.events, "round"))
     for label, (base, fields) in _PANELS.items():
         lines = []
         for name, classes in fields.items():
-            for trainer, found in curves.by_trainer(curves.lines(run.events, "round")).items():
-                values = [(e | {"effective": _sequences(e)}).get(name) for e in found]
-                values = [v if v is not None and v > 0 else math.nan for v in values]
-                x, y = steps([e["round"] for e in found], values)
-                look, end = looks[trainer]
-                shown = "" if classes else end
-                lines.append(Curve(x, y, f"{look} {classes}", shown, f"trainer {trainer}"))
+            for trainer, events in by_trainer.items():
+                values = []
+                for e in events:
+                    value = _sequences(e) if name == "effective" else e.get(name)
+                    values.append(value if value is not None and value > 0 else math.nan)
+                x, y = steps([e["round"] for e in events], values)
+                color, trainer_label = looks[trainer]
+                # A second field of a panel, drawn with its own class, has no label.
+                shown = "" if classes else trainer_label
+                lines.append(Curve(x, y, f"{color} {classes}", shown, f"trainer {trainer}"))
         up = chart.axis(label, [v for line in lines for v in line.y], base=base)
         if any(math.isfinite(v) for line in lines for v in line.y):
             across = _across(v for line in lines for v in line.x)

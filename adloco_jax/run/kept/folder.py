@@ -90,8 +90,10 @@ def require_usable(workdir: Path) -> None:
         return
     with _lock_errors(workdir):
         if workdir.exists():
+            # Raises Timeout if another run holds the lock.
             with FileLock(workdir / ".lock", timeout=0):
                 return
+        # A folder is made and deleted where the run's folder will be.
         parent = next(path for path in workdir.absolute().parents if path.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".adloco-", dir=parent))
 

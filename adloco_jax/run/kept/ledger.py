@@ -124,6 +124,7 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
         rounds = {trainer: control.rounds_of(trainer) for trainer in control.trainers}
 
     def is_later(event: dict) -> bool:
+        """Whether a line is on a round after the checkpoint, and will be written again."""
         if event["event"] not in _REPEATED_EVENTS:
             return False
         if control is None:

@@ -127,7 +127,7 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
             params = run.model.init_fn(key)
         return first_ensemble(spec, layout.sizes, params)
 
-    # Compiled with shardings, so that no device ever holds the whole ensemble.
+    # Compiled with shardings, so that each device makes only its part.
     shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
     key = jax.random.key(run.settings.seed)
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
@@ -152,9 +152,11 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
             " copy, or name another folder"
         )
-    has_changed = content and content.host.data.fingerprint != run.corpus.fingerprint
-    if content and has_changed and not run.accept_data_change:
-        changes = shard_changes(content.host.data.shards, list(run.corpus.shards))
+    if content is None or run.accept_data_change:
+        return content, damage, finish(events)
+    data = content.host.data
+    if data.fingerprint != run.corpus.fingerprint:
+        changes = shard_changes(data.shards, list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data have changed since this run began; restore them, or"
             " resume with these: accept_data_change=True (--accept-data-change)"

@@ -54,13 +54,14 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
         first = row[length + size]
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
-    def sample(params, base):
+    def sample(params: PyTree, base: PyTree) -> tuple[str, str]:
+        """Return the text of the prompt, and what a model writes after it until its end."""
         written = llama.generate(
             network,
             params,
             prompt_1L,
             num_tokens=count,
-            temperature=0.8,
+            temperature=0.8,  # as `adloco generate` by default
             key=jax.random.key(0),
             ends=stops,
             base=base,
