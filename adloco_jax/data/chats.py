@@ -16,9 +16,17 @@ Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, an
 
 # Columns that are read beside those that data.text_column names.
 BESIDE = ("tools", "label", "system", "input")
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-_ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's
-_ROLES |= {"function_call": "assistant", "observation": "tool"}  # LLaMA-Factory's
+# The names of roles in files, with those that templates know.
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",  # ShareGPT's
+    "gpt": "assistant",
+    "function_call": "assistant",  # LLaMA-Factory's
+    "observation": "tool",
+}
 _ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"
 _PYTHON_TURNS = re.compile(r"""\s*\[\s*\{\s*'(role|from|content|value)'""")
 # Characters that no chat has, from Unicode's area for private use: a question, and a mark.
@@ -134,18 +142,23 @@ def read(
 
 def require_text(text: Any, where: str) -> str:
     """Refuse what is no Unicode text: of JSON, half of a surrogate pair; of a cut file, NULs."""
-    bad = re.search("[\0\ud800-\udfff]", text) if isinstance(text, str) else None
-    if bad or not isinstance(text, str):
-        have = f"{bad[0]!r} at character {bad.start()}" if bad else f"{text!r:.40}"
-        raise DataError(f"{where}: have {have}, need Unicode text; leave it out")
+    need = "need Unicode text; leave it out"
+    if not isinstance(text, str):
+        raise DataError(f"{where}: have {text!r:.40}, {need}")
+    bad = re.search("[\0\ud800-\udfff]", text)
+    if bad:
+        raise DataError(f"{where}: have {bad[0]!r} at character {bad.start()}, {need}")
     return text
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
     """Return a text without the ends of text that stand at its end, as another will follow."""
-    while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
-        text = text.rstrip().removesuffix(end)
-    return text
+    while True:
+        bare = text.rstrip()
+        end = next((end for end in ends if end and bare.endswith(end)), "")
+        if not end:
+            return text
+        text = bare.removesuffix(end)
 
 
 def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
@@ -157,7 +170,10 @@ def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
 
 
 def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[Any]:
-    """Return the columns of a chat; turns that are JSON text, or its only column, as lists."""
+    """Return the columns of a chat, turns that are JSON text as lists.
+
+    DataError if a column is empty, or has turns as Python's text instead of JSON.
+    """
     columns = [row[name] for name in names]
     _require(None not in columns, f"{where}: {'+'.join(names)!r}", columns, "text or turns")
     for name, column in zip(names, columns, strict=True):
@@ -165,7 +181,7 @@ def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[A
             need = "turns as JSON (json.dumps writes it, str does not)"
             _require(False, f"{where}: {name!r}", column, need)
     parsed = [_parsed(column) for column in columns]
-    return parsed if all(map(is_chat, parsed)) else columns
+    return parsed if all(is_chat(column) for column in parsed) else columns
 
 
 def _chat(
@@ -229,31 +245,37 @@ def _parsed(value: Any) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """Say whether a value is a list of objects with a role."""
-    turns = value if isinstance(value, list) else [None]
-    return all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+    """Say whether a value is a list of objects with a role; an empty list also is one."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
 
 
 def _as_bool(label: Any) -> bool | None:
+    """Return a label as a bool; None if it is missing, or means neither."""
     text = str(label).strip().lower().removesuffix(".0")  # tables have numbers and text
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
 def _require(fits: Any, where: str, have: Any, need: str) -> None:
+    """Raise DataError, with what a row has and what it needs, unless it fits."""
     if not fits:
         raise DataError(f"{where}: have {have!r:.80}, need {need}")
 
 
 def _objects(given: Any, where: str) -> list[dict[str, Any]]:
-    objects = [_parsed(each) for each in given] if isinstance(given, list) else [given]
+    """Return a list of objects, which may be JSON text, or one object as a list."""
+    objects = [_parsed(item) for item in given] if isinstance(given, list) else [given]
     _require(all(isinstance(e, dict) for e in objects), where, given, "a list of objects")
     return objects
 
 
 def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
+    """Check the turns of a column, and return them as templates read them; see `_turn`."""
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
-        _turn(_parsed(t), f"{where}, turn {n}", tokenizer, ends) for n, t in enumerate(given, 1)
+        _turn(_parsed(turn), f"{where}, turn {number}", tokenizer, ends)
+        for number, turn in enumerate(given, 1)
     ]
 
 
@@ -296,12 +318,14 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for call in _objects(_parsed(given), where):
         function = call.get("function")
-        target = function if isinstance(function, dict) else call
-        if isinstance(arguments := target.get("arguments"), str):
+        is_nested = isinstance(function, dict)  # the name and arguments stand within "function"
+        target = function if is_nested else call
+        arguments = target.get("arguments")
+        if isinstance(arguments, str):
             target = target | {"arguments": _parsed(arguments)}
             fits = isinstance(target["arguments"], dict)
             _require(fits, where, arguments, "arguments that are a JSON object")
-        calls.append(call | {"function": target} if isinstance(function, dict) else target)
+        calls.append(call | {"function": target} if is_nested else target)
     return calls
 
 
@@ -376,13 +400,22 @@ def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | Non
     """Find in a chat's text what the turn at index `i` has written; None if it is changed later."""
     render = tokenizer.render
     assert render is not None
-    asked = [] if i else [_ASKED]  # before the first turn, because there may be no empty chat
-    before = render([*asked, *chat.turns[:i]], True, chat.tools)
-    whole = render([*asked, *chat.turns[: i + 1]], False, chat.tools)
-    written = _without_space(whole.removeprefix(before), tokenizer)
-    start = len(before) if i else max(0, text.find(written))
-    is_same = text.startswith(written, start) and (text.startswith(before) or not i)
-    return (start, start + len(written)) if is_same and whole.startswith(before) else None
+    is_first = i == 0
+    earlier = chat.turns[:i]
+    if is_first:
+        earlier = [_ASKED]  # templates refuse a chat without turns
+    before = render(earlier, True, chat.tools)
+    through = render([*earlier, chat.turns[i]], False, chat.tools)  # up to the end of this turn
+    if not through.startswith(before):
+        return None
+    written = _without_space(through.removeprefix(before), tokenizer)
+    if is_first:
+        start = text.find(written)
+    else:
+        start = len(before) if text.startswith(before) else -1
+    if start < 0 or not text.startswith(written, start):
+        return None
+    return start, start + len(written)
 
 
 def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int] | None:
@@ -426,13 +459,13 @@ def _written_after_question(
         question = [_ASKED, *question]
     try:
         before = render(question, True, chat.tools)
-        whole = render([*question, chat.turns[i]], False, chat.tools)
+        through = render([*question, chat.turns[i]], False, chat.tools)
         start_of_answer = before.removeprefix(render(question, False, chat.tools))
     except Exception:  # deliberately broad, because templates are programs
         return None
-    if not whole.startswith(before) or start_of_answer == before:
+    if not through.startswith(before) or start_of_answer == before:
         return None
-    written = _without_space(whole.removeprefix(before), tokenizer)
+    written = _without_space(through.removeprefix(before), tokenizer)
     stop = contents[i + 1] if i + 1 < len(contents) else len(text)
     found = text.find(start_of_answer + written, contents[i - 1], stop)
     start = found + len(start_of_answer)
@@ -454,8 +487,10 @@ def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
     if without_end(written, ends) != written:
         return span
     rest = text[stop : stop + _MAX_END_CHARS]
-    end = next((end for end in ends if end and rest.lstrip().startswith(end)), "")
-    return (start, stop + rest.index(end) + len(end)) if end else span
+    for end in ends:
+        if end and rest.lstrip().startswith(end):
+            return start, stop + rest.index(end) + len(end)
+    return span
 
 
 def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -6,14 +6,13 @@ Of a row's L+1 tokens, the first is only an input and the last only a target.
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,43 +90,60 @@ class Corpus:
 
     def describe(self) -> str:
         """Describe the rows of a run in words, with an excerpt of a training row."""
-        manifest, of_class = self.manifest, ""
-        row = self.batch(0, 0, 0, 1)[0, : manifest.shapes[0][1]]
-        sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
-        if self.tokens_per_byte is None:
-            for i, side in enumerate((self.rows, self.heldout_rows)):
-                counts = np.bincount(np.asarray(side)[:, 0])
-                sides[i] += f" ({', '.join(map(str, counts))} by class)"
-            of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
+        tokenizer = self.tokenizer
+        width = self.manifest.shapes[0][1]
+        row = self.batch(0, 0, 0, 1)[0, :width]  # starts and weights come behind the tokens
+        num_train, num_heldout, of_class = str(len(self.rows)), str(len(self.heldout_rows)), ""
+        if self.tokens_per_byte is None:  # labelled rows
+            num_train += _by_class(self.rows)
+            num_heldout += _by_class(self.heldout_rows)
+            of_class = f" of class {row[0]}"
+            num_tokens = width - NUM_FIELDS
             row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
-        kind, what = ("chat", "chats") if manifest.loss else ("document", "texts")
-        cut = f", {manifest.truncated} of the {what} cut" if manifest.truncated else ""
-        parted = [side for side in (self.rows, self.heldout_rows) if isinstance(side, DocumentRows)]
-        if manifest.loss:
-            count, heldout_count = (side.num_answer_tokens for side in parted)
-            of_answers = " of answers" * (manifest.loss == "answers")
-            cut += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
+        else:
+            num_tokens = width - 1
+        return (
+            f"{self._describe_text()}\n"
+            f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
+            f"rows: {num_train} of {num_tokens} tokens to train on, {num_heldout} held"
+            f" out{self._cut()}; a model will see, for instance{of_class}:\n"
+            f"  | {readable(row, tokenizer, max_chars=240)}{self._left_out()}"
+        )
+
+    def _describe_text(self) -> str:
+        """Say which text was read, and how many documents or chats it has."""
+        manifest = self.manifest
+        num_files = sum(1 for record in manifest.files if record.bytes is not None)
+        read = counted(num_files, "file") if num_files else manifest.files[-1].name
+        kind = "chat" if manifest.loss else "document"
+        num_train, num_heldout = manifest.documents
+        text = f"data: {read}; {counted(num_train, kind)} to train on, {num_heldout} held out"
+        if manifest.copies:
+            text += f"; {manifest.copies} copies of held-out ones left out"
+        if manifest.unread:
+            text += f"\nnot read: {', '.join(manifest.unread)}"
+        return text
+
+    def _cut(self) -> str:
+        """Say how many texts were cut or left out, and of chats how many tokens count."""
+        manifest, rows, heldout_rows = self.manifest, self.rows, self.heldout_rows
+        text = ""
+        if manifest.truncated:
+            text += f", {manifest.truncated} of the {'chats' if manifest.loss else 'texts'} cut"
+        if isinstance(rows, DocumentRows) and isinstance(heldout_rows, DocumentRows):
+            if manifest.loss:
+                count, heldout_count = rows.num_answer_tokens, heldout_rows.num_answer_tokens
+                of_answers = " of answers" if manifest.loss == "answers" else ""
+                text += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
         for number, noun, why in (
             (manifest.dropped, "chat", "without an answer within data.sequence_length left out"),
             (manifest.rejected, "chat", "with a false label left out"),
             (manifest.only_last, "chat", "count by the last answer only: the template cuts others"),
             (manifest.bad, "bad row", "left out"),
         ):
-            cut += f"; {counted(number, noun)} {why}" if number else ""
-        copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
-        if manifest.unread:
-            copies += f"\nnot read: {', '.join(manifest.unread)}"
-        tokenizer = self.tokenizer
-        files = counted(sum(record.bytes is not None for record in manifest.files), "file")
-        return (
-            f"data: {files if files[0] != '0' else manifest.files[-1].name};"
-            f" {counted(manifest.documents[0], kind)} to train on, {manifest.documents[1]}"
-            f" held out{copies}\n"
-            f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
-            f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
-            f" model will see, for instance{of_class}:\n"
-            f"  | {readable(row, tokenizer, max_chars=240)}{self._left_out()}"
-        )
+            if number:
+                text += f"; {counted(number, noun)} {why}"
+        return text
 
     def _left_out(self) -> str:
         """Say so, on a line of its own, if most chats or rows are left out."""
@@ -145,14 +161,15 @@ class Corpus:
         """Say so if what ends answers does not end what the model writes, or if nothing does."""
         if not isinstance(self.rows, DocumentRows) or self.rows.answers is None:
             return ""
-        first, ends, end = slice(64), self.tokenizer.ends, self.tokenizer.turn_end
-        ids = {*self.rows.tokens[first][self.rows.answers[first]].tolist()}
-        if ids & {*end} - {*ends}:
+        tokens, answers = self.rows.tokens[:64], self.rows.answers[:64]  # enough to see the ends
+        ids = {*tokens[answers].tolist()}
+        turn_end, stops = self.tokenizer.turn_end, self.tokenizer.ends
+        if ids & {*turn_end} - {*stops}:
             return (
-                f"; answers end by {self.tokenizer.decode(end)}, where the model does not stop yet:"
-                " the export's generation_config.json names it"
+                f"; answers end by {self.tokenizer.decode(turn_end)}, where the model does not stop"
+                " yet: the export's generation_config.json names it"
             )
-        if ids & {*end, *ends}:
+        if ids & {*turn_end, *stops}:
             return ""
         eot = self.tokenizer.decode([self.tokenizer.eot_id])
         return (
@@ -167,9 +184,15 @@ def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
 
+def _by_class(rows: np.ndarray | DocumentRows) -> str:
+    counts = np.bincount(np.asarray(rows)[:, 0])  # a labelled row begins with its class
+    return f" ({', '.join(map(str, counts))} by class)"
+
+
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
     """Decode a row to one line of at most `max_chars` characters."""
     text = tokenizer.decode(row)
+    # A line break, for instance, is shown as the two characters \n.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
@@ -283,35 +306,40 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     """
     source, where = DATA_SOURCES[data.source], _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
-    if source.is_hub and (data.heldout_path if on_hub else data.name or data.heldout_split):
+    if on_hub:
+        wrong_keys = data.heldout_path
+    else:
+        wrong_keys = source.is_hub and (data.name or data.heldout_split)
+    if wrong_keys:
         raise ConfigError(
             f"{where}: data.heldout_path is for files, data.name and data.heldout_split are for"
             " data sets on the hub; leave the other empty"
         )
     if on_hub or "path" not in source.needs:
         return on_hub, {}, {}
-    files, heldout = find(data.path, key="data.path"), {}
-    if data.heldout_path:
-        heldout = find(data.heldout_path, key="data.heldout_path")
+    files = find(data.path, key="data.path")
+    heldout = find(data.heldout_path, key="data.heldout_path") if data.heldout_path else {}
     if "dataset_dict.json" in files:
         raise ConfigError(
             f"{where}: a saved data set of several splits; name the folder of one split"
         )
-    # A data set that the library `datasets` saved has rows only in its .arrow files.
-    files, heldout = (
-        {name: file for name, file in side.items() if name.endswith(".arrow")} or side
-        for side in (files, heldout)
-    )
-    both = (
-        {file.resolve() if isinstance(file, Path) else file for file in side.values()}
-        for side in (files, heldout)
-    )
-    for file in set.intersection(*both):
+    files, heldout = _files_with_rows(files), _files_with_rows(heldout)
+    for file in _without_links(files) & _without_links(heldout):
         raise ConfigError(
             f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
             f" {file.name}: text that is trained on cannot be held out"
         )
     return False, files, heldout
+
+
+def _files_with_rows(files: dict[str, File]) -> dict[str, File]:
+    """Leave out files beside .arrow files: a data set saved by `datasets` has rows only there."""
+    arrow_files = {name: file for name, file in files.items() if name.endswith(".arrow")}
+    return arrow_files or files
+
+
+def _without_links(files: dict[str, File]) -> set[File]:
+    return {file.resolve() if isinstance(file, Path) else file for file in files.values()}
 
 
 def source_of(path: str) -> str:
@@ -415,56 +443,85 @@ def make_job(
     if num_classes is None:
         data = data.model_copy(update={"label_column": ""})
     on_hub, files, heldout_files = _find_text(data)
-    found, heldout_found = (
-        [identity(file) for file in side.values()] for side in (files, heldout_files)
-    )
+    identities = [identity(file) for file in files.values()]
     if on_hub and not commit:
-        commit, revision = data.revision, f"{where}, data.revision={data.revision}"
+        commit = data.revision
         if not hub.COMMIT.fullmatch(commit):
-            commit = hub.commit_of(data.path, commit, where=revision)
-    is_dated = data.is_chat and tokenizer.reads("strftime_now")
-    date = (data.date or datetime.date.today().isoformat()) if is_dated else ""
+            where_revision = f"{where}, data.revision={data.revision}"
+            commit = hub.commit_of(data.path, data.revision, where=where_revision)
+    date = ""
+    if data.is_chat and tokenizer.reads("strftime_now"):
+        date = data.date or datetime.date.today().isoformat()
     data = data.model_copy(update={"date": date})
-    limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
-    keys = ("name", "split", "heldout_split", "text_column", "label_column")
-    keys += ("sequence_length", "num_sequences", "heldout_frac", "skip_bad")
-    request = {key: getattr(data, key) for key in keys} | {
+    heldout_limit = None
+    if on_hub and data.heldout_split and num_classes is None:
+        heldout_limit = num_heldout_rows
+    template_hash = ""
+    if data.is_chat:
+        template_hash = hashlib.sha256(tokenizer.template.encode()).hexdigest()
+    request = {
+        "name": data.name,
+        "split": data.split,
+        "heldout_split": data.heldout_split,
+        "text_column": data.text_column,
+        "label_column": data.label_column,
+        "sequence_length": data.sequence_length,
+        "num_sequences": data.num_sequences,
+        "heldout_frac": data.heldout_frac,
+        "skip_bad": data.skip_bad,
         "format": prepared.FORMAT,
         "source": [data.source, source.version],
         "path": data.path if on_hub else "",
         "commit": commit,
-        "files": found,
-        "heldout_files": heldout_found,
+        "files": identities,
+        "heldout_files": [identity(file) for file in heldout_files.values()],
         "num_classes": num_classes or 0,
         "loss": data.loss if data.is_chat else "",
-        "template": hashlib.sha256(tokenizer.template.encode()).hexdigest() if data.is_chat else "",
+        "template": template_hash,
         "date": date,
-        "num_heldout_rows": limit or 0,
+        "num_heldout_rows": heldout_limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),
     }
-    num_texts = sum(size != 0 for _, size, *_ in found)
+    num_texts = sum(1 for _, size, *_ in identities if size != 0)  # empty files are no text
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
-    def parts() -> tuple[list[Part], list[Part]]:
-        if on_hub:
-            read = functools.partial(sources.hub_parts, data, commit=commit, where=where)
-            return read(data.heldout_split) if data.heldout_split else [], read(data.split)
-        read: Any = _cut_file if cuts else source.documents
-        heldout, rest = (
-            [Part(name, file, lambda path: read(path, data)) for name, file in side.items()]
-            for side in (heldout_files, files or {data.source: None})
-        )
-        return heldout, rest
+    def hub_parts(split: str) -> list[Part]:
+        return sources.hub_parts(data, split, commit, where=where)
 
-    return Job(data, tokenizer, num_classes, request, parts, (where, heldout_where), limit, cuts)
+    def file_parts(files: Mapping[str, File | None]) -> list[Part]:
+        read: Any = _cut_file if cuts else source.documents
+        return [Part(name, file, lambda path: read(path, data)) for name, file in files.items()]
+
+    def parts() -> tuple[list[Part], list[Part]]:
+        """Return the parts of separate held-out text, and all others; see `Job.parts`."""
+        if on_hub:
+            heldout = hub_parts(data.heldout_split) if data.heldout_split else []
+            return heldout, hub_parts(data.split)
+        if files:
+            return file_parts(heldout_files), file_parts(files)
+        return file_parts(heldout_files), file_parts({data.source: None})  # it needs no file
+
+    return Job(
+        data=data,
+        encoder=tokenizer,
+        num_classes=num_classes,
+        request=request,
+        parts=parts,
+        where=(where, heldout_where),
+        heldout_limit=heldout_limit,
+        cuts=cuts,
+    )
 
 
 def _python_identity() -> str:
+    """Return the version of Python with a hash of what changes with its standard library."""
     files = json.dumps([identity(file) for file in sources.stdlib_files()])
     return f"{sys.version} {hashlib.sha256(files.encode()).hexdigest()}"
 
 
 def _cut_file(file: Path, data: DataSettings) -> Iterator[str]:
-    if text := sources.read_text(file):
+    """Yield the two parts of a file of text; the second is held out (`Job.cuts`)."""
+    text = sources.read_text(file)
+    if text:
         yield from sources.cut_in_two(text, where=_where_of(data), heldout_frac=data.heldout_frac)
