@@ -92,12 +92,12 @@ ONE_WORKER = {"ensemble.num_workers": 1}
     ("name", "changes", "method"),
     [
         ("quickstart", {}, "AdLoCo (arXiv 2508.18182), 3 trainers, 3 workers; "),
-        ("diloco", {}, "DiLoCo (arXiv 2311.08105), 3 workers; rounds of 30 updates (muon 0.006)"),
         (
-            "finetune",
-            {"ensemble.num_workers": 1},
-            "one worker; rounds of 50 updates (adamw 0.0002)",
+            "diloco",
+            {"ensemble.num_workers": 3},
+            "DiLoCo (arXiv 2311.08105), 3 workers; rounds of 30 updates (muon 0.006)",
         ),
+        ("finetune", ONE_WORKER, "one worker; rounds of 50 updates (adamw 0.0002)"),
         ("finetune", {}, "DiLoCo (arXiv 2311.08105), 4 workers; "),
         ("growing_pool", {}, "a growing pool of up to 4 workers; "),
         ("streaming_diloco", {}, "Streaming DiLoCo (arXiv 2501.18512), "),
