@@ -23,6 +23,9 @@ Declared before any run on the seeds of `SEEDS`:
    the rank of the change: the share of a matrix's singular values that hold 0.9 of the change's
    square, the mean over the matrices of the layers.
 
+`--rates` fine-tunes at other rates, on the first seed alone (studies/chat_rates.jsonl). This was
+added when six lines of the record had been seen, so it is no part of what was declared.
+
 The settings of the arms are those of older records (studies/methods.py; with AdamW those of
 studies/average.jsonl, half the rate at 0.61 M parameters). Of three rates for all weights
 the one with the lowest loss of held-out answers was chosen, on seed 0 with a model of data
@@ -37,6 +40,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import shutil
 import statistics
 import time
@@ -67,6 +71,9 @@ from studies.methods import Changes
 RECORD = Path(__file__).with_name("chat.jsonl")
 SEEDS = (51, 52, 53)
 TARGETS = {"small": 1.90, "half": 1.60}  # nats per byte of held-out prose
+# Added when lines of the record had been seen: does the rate of fine-tuning decide?
+OF_RATES = Path(__file__).with_name("chat_rates.jsonl")
+RATES, RATED = (5e-4, 2e-3, 4e-3), ("data parallel: Muon", "DiLoCo: Muon")
 MOST = 6600  # sequential steps of an arm that never reaches the target
 LENGTH = 128  # bytes of a row
 HELDOUT_ROWS = 512
@@ -329,21 +336,49 @@ def finetune(
 # -- The record ------------------------------------------------------------------------------
 
 
-def run(size: str, arm: str, seed: int, how: Finetuning, record: Path) -> None:
-    """Train, fine-tune and judge one model, and append its line to the record."""
-    began_s = time.monotonic()
+def model_of(size: str, arm: str, seed: int) -> tuple[Settings, Trained | None]:
+    """Return an arm's settings and its model, which is kept in runs/ for other fine-tuning."""
     config = config_of(size, arms(size)[arm], seed)
     settings, folder = validate(config), Path("runs/chat")
+    kept = Path("runs/chat-models") / f"{results.digest(config)}-{TARGETS[size]:g}.pickle"
+    if kept.exists():
+        return settings, pickle.loads(kept.read_bytes())
     shutil.rmtree(folder, ignore_errors=True)
     corpus = load_corpus(settings, note=lambda line: None)
-    trained = pretrain(settings, corpus, corpus.heldout_rows[:HELDOUT_ROWS], TARGETS[size], folder)
-    line = {"size": size, "arm": arm, "seed": seed, "config": results.digest(config)}
+    heldout = corpus.heldout_rows[:HELDOUT_ROWS]
+    trained = pretrain(settings, corpus, heldout, TARGETS[size], folder)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(pickle.dumps(jax.device_get(trained)))
+    return settings, trained
+
+
+def questions() -> tuple[Chats, Chats]:
+    """Return the chats to train on and those that are held out."""
+    data = Path(os.environ["ADLOCO_DATA_DIR"]) / "chats"
+    return read_chats(data / "wordnet_train.jsonl"), read_chats(data / "wordnet_heldout.jsonl")
+
+
+def try_rate(size: str, arm: str, seed: int, rate: float) -> dict:
+    """Fine-tune all weights at another rate; return the record's line."""
+    settings, trained = model_of(size, arm, seed)
+    line = {"size": size, "arm": arm, "seed": seed, "rate": rate, "reached": trained is not None}
+    if trained is None:
+        return line
+    train, heldout = questions()
+    how = FINETUNING._replace(rate=rate)
+    after = finetune(settings, trained.params, train, is_adapter=False, how=how)
+    return line | {"all": judge(*after, heldout)}
+
+
+def run(size: str, arm: str, seed: int, how: Finetuning) -> dict:
+    """Train, fine-tune and judge one model; return the record's line."""
+    began_s = time.monotonic()
+    settings, trained = model_of(size, arm, seed)
+    digest = results.digest(config_of(size, arms(size)[arm], seed))
+    line = {"size": size, "arm": arm, "seed": seed, "config": digest}
     line |= {"target": TARGETS[size], "finetuning": how._asdict(), "reached": trained is not None}
     if trained is not None:
-        data = Path(os.environ["ADLOCO_DATA_DIR"]) / "chats"
-        train, heldout = (
-            read_chats(data / f"wordnet_{name}.jsonl") for name in ("train", "heldout")
-        )
+        train, heldout = questions()
         network = build_network(settings.model, layer_form="call")
         line |= {"loss": trained.loss, "updates": trained.updates, "curve": trained.curve}
         line |= change(trained.start, trained.params) | {
@@ -353,9 +388,14 @@ def run(size: str, arm: str, seed: int, how: Finetuning, record: Path) -> None:
             after = finetune(settings, trained.params, train, is_adapter=is_adapter, how=how)
             line[name] = judge(*after, heldout)
     line["wall_s"] = time.monotonic() - began_s
+    return line
+
+
+def append(record: Path, line: dict) -> None:
+    """Append a line to a record, and say which."""
     with open(record, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    print(size, arm, seed, f"{line['wall_s']:.0f} s", flush=True)
+    print(*list(line.values())[:4], flush=True)
 
 
 def read(record: Path) -> list[dict]:
@@ -405,24 +445,38 @@ def main() -> None:
     """Print the record's tables and its missing runs; with `--run`, make them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", action="store_true", help="make the runs that are missing, first")
+    parser.add_argument("--rates", action="store_true", help="those at other rates of fine-tuning")
     parser.add_argument("--sizes", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--arms", nargs="+", choices=arms("small"), default=list(arms("small")))
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument(
-        "--record", type=Path, default=RECORD, help="in place of chat.jsonl beside this script"
-    )
     given = parser.parse_args()
+    if given.rates:
+        show_rates(is_run=given.run)
+        return
     for size, arm, seed in itertools.product(given.sizes, given.arms, given.seeds):
-        made = {(line["size"], line["seed"], line["arm"]) for line in read(given.record)}
+        made = {(line["size"], line["seed"], line["arm"]) for line in read(RECORD)}
         if (size, seed, arm) in made:
             continue
         if given.run:
-            run(size, arm, seed, FINETUNING, given.record)
+            append(RECORD, run(size, arm, seed, FINETUNING))
         else:
             print(f"not made yet: {size}, {arm}, seed {seed}")
     for size in given.sizes:
-        if lines := [line for line in read(given.record) if line["size"] == size]:
+        if lines := [line for line in read(RECORD) if line["size"] == size]:
             print(f"\n{size}, prose to {lines[0]['target']:g}\n\n{table(lines)}")
+
+
+def show_rates(*, is_run: bool) -> None:
+    """Print the losses of answers after fine-tuning at other rates; make the missing ones."""
+    size, seed = "small", SEEDS[0]
+    for arm, rate in itertools.product(RATED, RATES):
+        lines = [line for line in read(OF_RATES) if (line["arm"], line["rate"]) == (arm, rate)]
+        if lines:
+            print(f"{arm}, rate {rate:g}: {lines[0]['all']['answers']:.4f}")
+        elif is_run:
+            append(OF_RATES, try_rate(size, arm, seed, rate))
+        else:
+            print(f"not made yet: {size}, {arm}, seed {seed}, rate {rate:g}")
 
 
 if __name__ == "__main__":
