@@ -2,8 +2,9 @@
 
 Run it:  adloco train examples/heloco.py --config.num_rounds=2
 
-Source: HeLoCo (arXiv 2606.00271). The paper's momentum is an average; here it is DiLoCo's sum,
-which is compared with updates as an average. We did not find the paper's constants.
+Source: HeLoCo (arXiv 2606.00271), as others describe its formula; its constants we did not find.
+The paper's momentum is an average; here it is DiLoCo's sum, which is compared with updates as an
+average.
 """
 
 import jax

@@ -36,8 +36,8 @@ TARGET = 1.9  # nats per byte, the mean of the four texts
 MOST = 3300  # sequential steps
 TEXTS = {
     "library": {"data.source": "stdlib"},
-    "prose": {"data.source": "tokens", "data.path": "runs/prose"},
-    "Debian": {"data.source": "tokens", "data.path": "runs/debian"},
+    "prose": {"data.source": "jsonl", "data.path": track.TEXTS["prose"]},
+    "Debian": {"data.source": "jsonl", "data.path": track.TEXTS["debian"]},
     "Shakespeare": {"data.source": "text", "data.path": os.environ.get("SHAKESPEARE", "")},
 }
 HELDOUT_ROWS = 128  # of each text
