@@ -587,9 +587,9 @@ def test_a_long_chat_is_rendered_in_linear_time_and_no_further_than_its_row(
     loaded = load_tokenizer(str(tokenizer))
     sizes = []
 
-    def render(turns, *rest):
+    def render(turns, **rest):
         sizes.append(len(turns))
-        return loaded.render(turns, *rest)
+        return loaded.render(turns, **rest)
 
     chat = turns(*(f"{n}" for n in range(400)))
     counting = dataclasses.replace(loaded, render=render)

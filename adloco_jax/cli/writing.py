@@ -77,7 +77,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
     turns: list[dict[str, str]] = []
     for question in questions:
         turns.append({"role": "user", "content": _valid(question)})
-        (ids,) = tokenizer.encode_batch([tokenizer.render(turns, True)])
+        (ids,) = tokenizer.encode_batch([tokenizer.render(turns, prompts=True)])
         prompt = list(ids) or [tokenizer.eot_id]
         rows = _continued(writer, prompt, num_samples, ends, option="--chat")
         answers = [tokenizer.decode(row[len(prompt) :]) for row in rows]

@@ -342,7 +342,7 @@ def _with_type(function: dict[str, Any]) -> dict[str, Any]:
 def _text(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
     """Render a chat; add the end of its last answer if the template lets the next role write it."""
     assert tokenizer.render is not None
-    text = tokenizer.render(chat.turns, False, chat.tools)
+    text = tokenizer.render(chat.turns, prompts=False, tools=chat.tools)
     is_answer = chat.turns[-1]["role"] == "assistant"
     if is_answer and tokenizer.turn_end and without_end(text, ends) == text:
         text += tokenizer.decode(tokenizer.turn_end)
@@ -404,8 +404,9 @@ def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | Non
     earlier = chat.turns[:i]
     if is_first:
         earlier = [_ASKED]  # templates refuse a chat without turns
-    before = render(earlier, True, chat.tools)
-    through = render([*earlier, chat.turns[i]], False, chat.tools)  # up to the end of this turn
+    before = render(earlier, prompts=True, tools=chat.tools)
+    # `through` also has this turn, and no start of an answer behind it.
+    through = render([*earlier, chat.turns[i]], prompts=False, tools=chat.tools)
     if not through.startswith(before):
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
@@ -433,13 +434,15 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
         if bare:
             turn = turn | {"content": bare + _MARK + content[len(bare) :]}
         marked.append(turn)
-    pieces = tokenizer.render(marked, False, chat.tools).split(_MARK)
+    pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
     if not text.startswith("".join(pieces)) or len(pieces) != sum(has_mark) + 1:
         return None
-    ends, end, found = [], 0, iter(pieces)
+    ends = []
+    end = 0
+    pieces_left = iter(pieces)
     for is_marked in has_mark:
         if is_marked:
-            end += len(next(found))
+            end += len(next(pieces_left))
         ends.append(end)
     return ends
 
@@ -458,9 +461,9 @@ def _written_after_question(
     if question[0]["role"] != "user":
         question = [_ASKED, *question]
     try:
-        before = render(question, True, chat.tools)
-        through = render([*question, chat.turns[i]], False, chat.tools)
-        start_of_answer = before.removeprefix(render(question, False, chat.tools))
+        before = render(question, prompts=True, tools=chat.tools)
+        through = render([*question, chat.turns[i]], prompts=False, tools=chat.tools)
+        start_of_answer = before.removeprefix(render(question, prompts=False, tools=chat.tools))
     except Exception:  # deliberately broad, because templates are programs
         return None
     if not through.startswith(before) or start_of_answer == before:

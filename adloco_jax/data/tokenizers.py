@@ -372,8 +372,8 @@ def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     question = {"role": "user", "content": _ANSWER}
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        _, _, after_last = render([question, answer], False).rpartition(_ANSWER)
-        before_question = render([question, answer, question], False).split(_ANSWER)[2]
+        _, _, after_last = render([question, answer], prompts=False).rpartition(_ANSWER)
+        before_question = render([question, answer, question], prompts=False).split(_ANSWER)[2]
     except Exception:  # deliberately broad, because templates are programs
         return ()
     for text in (after_last, before_question):
@@ -521,7 +521,7 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
             pair=[*before, "$A", *after, "$B:1", *(f"{token}:1" for token in after)],
             special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
         )
-    # Rows begin at position 0, and long texts lose their end.
+    # Rows begin at position 0, and long texts lose their end. `init_kwargs` are what is saved.
     tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "right"}
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_length)
