@@ -45,38 +45,41 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
             return curves.heldout_points(run.events, trainer=who)
         return curves.training_points(run.events, trainer=trainer)
 
-    drawn = [
-        (
-            chart.shortened(variant.label),
-            str(number),
-            chart.look(number - 1),
-            list(map(points, variant.runs)),
-        )
-        for number, variant in enumerate(variants, start=1)
-    ]
-    whole = [curve for *_, seeds in drawn for curve in seeds]
+    # Of each curve: label, key, CSS classes, and the points of each of its seeds.
+    drawn: list[tuple[str, str, str, list[list[dict]]]] = []
+    consensus: list[list[dict]] = []  # points of each run
+    for number, variant in enumerate(variants, start=1):
+        seeds = [points(run) for run in variant.runs]
+        consensus += seeds
+        label = chart.shortened(variant.label)
+        drawn.append((label, str(number), chart.look(number - 1), seeds))
     if len(runs) == 1:  # a thin curve for each trainer, with a label where it is alive
-        drawn = [
-            (label, f"trainer {trainer}", f"{classes} thin", [points(runs[0], trainer)])
-            for trainer, (classes, label) in trainer_looks(runs[0]).items()
-        ]
-        drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
+        drawn = []
+        for trainer, (color, label) in trainer_looks(runs[0]).items():
+            seeds = [points(runs[0], trainer)]
+            drawn.append((label, f"trainer {trainer}", f"{color} thin", seeds))
+        if heldout:
+            drawn.append(("consensus", "", "c6 bold", consensus))
     unit = " or ".join(dict.fromkeys(run.start["loss_unit"] for run in runs))
-    quantity = f"{'held-out' if heldout else 'training'} loss" + (f" ({unit})" if unit else "")
+    quantity = "held-out loss" if heldout else "training loss"
+    if unit:
+        quantity += f" ({unit})"
     made = {}
-    for cost, (name, label, tick_unit) in _COSTS.items():
-        shown = [_curve(cost, *item) for item in drawn]
+    for cost, (name, cost_label, tick_unit) in _COSTS.items():
+        shown = [_curve(cost, label, key, classes, seeds) for label, key, classes, seeds in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":
             continue
-        ends = [curve[-1][cost] for curve in whole if curve and curve[-1][cost]]
-        base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
-        x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=tick_unit)
+        ends = [found[-1][cost] for found in consensus if found and found[-1][cost]]
+        if ends and max(ends) >= _DECADE * min(ends):
+            x = chart.axis(cost_label, spent, base=10, unit=tick_unit)
+        else:
+            x = chart.axis(cost_label, [0.0, *spent], unit=tick_unit)
         values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part]
         positive = [value for value in values if 0 < value < math.inf]
         base = 10 if positive and max(positive) > _DECADE * min(positive) else 0
         y = chart.axis(quantity, values, base=base, margin=0.03, max_ticks=7)
-        made[name] = chart.chart(x, y, shown, title=f"Loss over {label}", height=430)
+        made[name] = chart.chart(x, y, shown, title=f"Loss over {cost_label}", height=430)
     return made
 
 
