@@ -45,10 +45,14 @@ def default_config() -> ConfigDict:
     for key in OPTIONS:
         group, _, name = key.rpartition(".")
         value = default_of(key)
-        if value in (None, "auto"):
-            # A field whose default is "auto" must accept an int too. So it may have any type.
-            value = FieldReference(value, field_type=object if value else plain_type(key))
-        (config[group] if group else config)[name] = value
+        if value is None:  # the field must accept a value of its type
+            value = FieldReference(None, field_type=plain_type(key))
+        elif value == "auto":  # the field must accept a value of another type, so of any
+            value = FieldReference("auto", field_type=object)
+        if group:
+            config[group][name] = value
+        else:
+            config[name] = value
     return config.lock()
 
 
@@ -78,21 +82,31 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
     if not isinstance(config, ConfigDict | Mapping):
         need = "must be a config; start from default_config()"
         raise ConfigError(f"config = {shown(config)}: {need}")
-    given = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
-    values: dict[str, Any] = {group: {} for group in GROUPS} | given
-    for group, _, name in (key.partition(".") for key in FOUND):
-        if isinstance(values[group], dict) and values[group].get(name, "") is None:
-            del values[group][name]
-    faults, wrong = [], []
+    written = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
+    no_options: dict[str, Any] = {group: {} for group in GROUPS}
+    values = no_options | written
+    for key in FOUND:  # an option that is to be found is left out, not None
+        group, _, name = key.partition(".")
+        options = values[group]
+        if isinstance(options, dict) and name in options and options[name] is None:
+            del options[name]
+
+    faults: list[str] = []
+    wrong: list[str] = []  # how lines about options begin whose type or limit is wrong
     try:
         settings = Config.model_validate(values)
     except ValidationError as error:  # of types and limits, which need no tables
         faults = worded(error)
-        for group, *rest in (map(str, fault["loc"]) for fault in error.errors()):
-            holder, name = (values[group], rest[0]) if rest else (values, group)
-            holder.pop(name, None)
-            wrong.append(".".join([group, *rest[:1]]) + " = ")
-        settings = Config.model_validate({group: {} for group in GROUPS} | values)
+        for fault in error.errors():
+            loc = [str(part) for part in fault["loc"]]
+            if len(loc) == 1:  # a group, or an option of none
+                values.pop(loc[0], None)
+                wrong.append(f"{loc[0]} = ")
+            else:
+                values[loc[0]].pop(loc[1], None)
+                wrong.append(f"{loc[0]}.{loc[1]} = ")
+        # Check the rules of all other options too.
+        settings = Config.model_validate(no_options | values)
     rules = settings.faults(tables())
     faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults:
@@ -149,20 +163,30 @@ def completed(
     """
     if isinstance(config, Settings):
         return config
-    model, data, record, known = config.model, config.data, _record(workdir), tables()
-    batching = _with_limits(_filled(config.batching, record), known["BATCH_TESTS"])
-    ensemble = _with_workers(_filled(config.ensemble, record), config.engine)
+    known = tables()
+    record = _record(workdir)
+    batching = _filled(config.batching, record)
+    batching = _with_limits(batching, known["BATCH_TESTS"])
+    ensemble = _filled(config.ensemble, record)
+    ensemble = _with_workers(ensemble, config.engine)
+    model, data = config.model, config.data
     if reads:
-        is_same = record.get("model", {}).get("init_from") == model.init_from
-        model, sizes = _of_checkpoint(model, record if is_same else {}, known["ARCHITECTURES"])
-        is_same = bool(record.get("data", {}).get("path")) == bool(data.path)
-        data, found = _of_files(data, record if is_same else {})
-        if found or sizes:
-            note(f"found: {', '.join(found + sizes)}; set a key to choose another value")
-    groups = {"model": model, "data": data, "ensemble": ensemble, "batching": batching}
-    values = dict(config) | groups
-    settings = Settings.model_construct(config.model_fields_set, **values)
-    if faults := settings.faults(known):
+        # What was recorded counts only if the run had the same checkpoint, or a text too.
+        had_checkpoint = record.get("model", {}).get("init_from") == model.init_from
+        model, found_sizes = _of_checkpoint(
+            model, record if had_checkpoint else {}, known["ARCHITECTURES"]
+        )
+        had_text = bool(record.get("data", {}).get("path")) == bool(data.path)
+        data, found = _of_files(data, record if had_text else {})
+        if found or found_sizes:
+            found_all = ", ".join(found + found_sizes)
+            note(f"found: {found_all}; set a key to choose another value")
+
+    groups = dict(config)
+    groups.update(model=model, data=data, ensemble=ensemble, batching=batching)
+    settings = Settings.model_construct(config.model_fields_set, **groups)
+    faults = settings.faults(known)
+    if faults:
         raise ConfigError("\n".join(faults))
     return settings
 
@@ -177,53 +201,63 @@ def _record(workdir: str | Path | None) -> dict[str, Any]:
 
 def _filled(group: Any, record: dict[str, Any]) -> Any:
     """Return a group of settings with the recorded values of what it leaves unset."""
-    before = record.get(group.group, {})
-    return group.model_copy(update={key: before[key] for key in group.unset & before.keys()})
+    recorded = record.get(group.group, {})
+    found = {key: recorded[key] for key in group.unset if key in recorded}
+    return group.model_copy(update=found)
 
 
 def _of_checkpoint(
     model: ModelSettings, record: dict[str, Any], architectures: Mapping[str, Any]
 ) -> tuple[ModelSettings, list[str]]:
     """Add the `config.json` of `model.init_from` and unset sizes; say which were found in it."""
-    model, names = _filled(model, record), architectures[model.arch].weight_map
-    content, lines = record.get("model", {}).get("checkpoint") or model.checkpoint, []
+    model = _filled(model, record)
+    recorded = record.get("model", {})
     if model.base_dtype is None:
-        before = record.get("model", {}).get("base_dtype")
-        model = model.model_copy(update={"base_dtype": before})
-    if not model.init_from or names is None:
-        return model, lines
+        model = model.model_copy(update={"base_dtype": recorded.get("base_dtype")})
+    weight_map = architectures[model.arch].weight_map
+    if not model.init_from or weight_map is None:
+        return model, []
+    found: list[str] = []
+    content = recorded.get("checkpoint") or model.checkpoint
     if not content or model.unset:
         from adloco_jax.models import hf  # imported only here, because it imports JAX
 
-        found = hf.inspect(model.init_from)
-        content = json.dumps(found.config)
+        checkpoint = hf.inspect(model.init_from)
+        content = json.dumps(checkpoint.config)
         # A checkpoint of another architecture may lack some sizes. The default is used for these,
         # and the run later refuses such a checkpoint.
-        sizes = {
-            name: getattr(found.network, name, getattr(model, name))
-            for name in model.unset & {ours for ours, _ in names.sizes.values()}
-        }
-        lines = [f"sizes of {model.init_from}"] * bool(sizes)
+        attributes = {attribute for attribute, _ in weight_map.sizes.values()}
+        sizes = {}
+        for name in model.unset & attributes:
+            sizes[name] = getattr(checkpoint.network, name, getattr(model, name))
         model = model.model_copy(update=sizes)
-    unset = {name: getattr(model, name) for name in model.unset}
-    return model.model_copy(update=unset | {"checkpoint": content}), lines
+        if sizes:
+            found = [f"sizes of {model.init_from}"]
+    # Options that are still unset keep their values, and count as set from now on.
+    values = {name: getattr(model, name) for name in model.unset}
+    return model.model_copy(update=values | {"checkpoint": content}), found
 
 
 def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings, list[str]]:
     """Find source and column of a text by its files, and today's date; say what was found."""
-    data, lines = _filled(data, record), []
-    for key in ("source", "text_column"):  # the source reads the column
-        if key in data.unset:
-            from adloco_jax.data.corpus import column_of_texts, source_of
+    data = _filled(data, record)
+    found = []
+    if "source" in data.unset:
+        from adloco_jax.data.corpus import source_of  # imported only here, because it is slow
 
-            value = source_of(data.path) if key == "source" else column_of_texts(data)
-            data = data.model_copy(update={key: value})
-            if key == "source" or value != OPTIONS[f"data.{key}"].default:
-                lines.append(f"data.{key}={value} by the files of {data.path}")
+        data = data.model_copy(update={"source": source_of(data.path)})
+        found.append(f"data.source={data.source} by the files of {data.path}")
+    if "text_column" in data.unset:
+        from adloco_jax.data.corpus import column_of_texts
+
+        data = data.model_copy(update={"text_column": column_of_texts(data)})
+        if data.text_column != OPTIONS["data.text_column"].default:
+            found.append(f"data.text_column={data.text_column} by the files of {data.path}")
     if data.is_chat:
-        date = record.get("data", {}).get("date") or data.date or datetime.date.today().isoformat()
+        today = datetime.date.today().isoformat()
+        date = record.get("data", {}).get("date") or data.date or today
         data = data.model_copy(update={"date": date})
-    return data, lines
+    return data, found
 
 
 def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> EnsembleSettings:
@@ -236,18 +270,26 @@ def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> Ensembl
 
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
     """Let unset limits of batches follow the first batch; list the sizes of micro-batches."""
-    first, largest = batching.initial_batch_size, batching.max_batch_size
+    first = batching.initial_batch_size
     is_measured = tests[batching.test].needs != "nothing"
     grows = batching.test != "constant" and ("batch" in batching.growth or not is_measured)
+
     cap = batching.batch_cap
     if batching.unset:
         cap = max(cap, first) if grows else first
+    largest = batching.max_batch_size  # None: what fits in memory is found later
     if largest is None and (not grows or cap == first):
         largest = first
+
     most = largest or cap
-    powers = [2**n for n in range(most.bit_length())]
-    sizes = [*powers, *(3 * power // 2 for power in powers[1:]), most] if grows else [first]
-    sizes = [size for size in batching.buckets or sizes if size <= most]
+    if batching.buckets:
+        sizes = [*batching.buckets]
+    elif grows:  # 1, 2, 3, 4, 6, 8, 12, ...
+        powers = [2**n for n in range(most.bit_length())]
+        sizes = [*powers, *[3 * power // 2 for power in powers[1:]], most]
+    else:
+        sizes = [first]
+    sizes = [size for size in sizes if size <= most]
     buckets = tuple(sorted({*sizes, largest or max(sizes, default=most)}))
     limits = {"max_batch_size": largest, "batch_cap": cap, "buckets": buckets}
     return batching.model_copy(update=limits)
@@ -257,8 +299,10 @@ def worded(error: ValidationError) -> list[str]:
     """Describe the faults that pydantic has found in settings, each on one line."""
     lines = []
     for fault in error.errors(include_url=False):
-        loc = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]]
-        key = "".join(loc).removeprefix(".")
+        key = ""  # such as batching.ramp[0][1]
+        for part in fault["loc"]:
+            key += f"[{part}]" if isinstance(part, int) else f".{part}"
+        key = key.removeprefix(".")
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         else:
@@ -280,12 +324,18 @@ def namesakes(key: str) -> list[str]:
     several, keys of the same group are preferred.
     """
     group, _, name = key.rpartition(".")
-    lasts = {known: known.rpartition(".")[2] for known in OPTIONS}
-    found = [
-        known
-        for known, last in lasts.items()
-        if name in (last, "".join(word[0] for word in last.split("_") if "_" in last))
-    ]
-    found = found or [known for known, last in lasts.items() if f"_{name}_" in f"_{last}_"]
-    found = found or [known for known in OPTIONS if known.startswith(f"{name}.")][:2]
-    return [known for known in found if known.rpartition(".")[0] == group] or found
+    groups, names = {}, {}
+    for known in OPTIONS:
+        groups[known], _, names[known] = known.rpartition(".")
+
+    found = []
+    for known in OPTIONS:
+        words = names[known].split("_")
+        letters = "".join(word[0] for word in words) if len(words) > 1 else ""
+        if name in (names[known], letters):
+            found.append(known)
+    if not found:
+        found = [known for known in OPTIONS if f"_{name}_" in f"_{names[known]}_"]
+    if not found:
+        found = [known for known in OPTIONS if groups[known] == name][:2]
+    return [known for known in found if groups[known] == group] or found

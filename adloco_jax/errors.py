@@ -39,19 +39,24 @@ def reason(error: BaseException, limit: int = 300) -> str:
 
 def remedy(error: BaseException) -> str:
     """Say what a user can do about an error of the file system."""
-    is_limit = getattr(error, "errno", None) in TOO_MANY_FILES
-    return "raise the limit of open files (ulimit -n)" if is_limit else "make room or grant access"
+    if getattr(error, "errno", None) in TOO_MANY_FILES:
+        return "raise the limit of open files (ulimit -n)"
+    return "make room or grant access"
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun, which has an s unless the number is 1."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def in_bytes(value: float) -> str:
     """Format a number of bytes with a binary unit, such as 1.5 GiB."""
-    power = min(4, max(0, int(value).bit_length() - 1) // 10)
-    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while value >= 1024 and power < len(units) - 1:
+        value /= 1024
+        power += 1
+    return f"{value:,.4g} {units[power]}"
 
 
 def check_installed(package: str, extra: str, where: str) -> None:
@@ -61,8 +66,9 @@ def check_installed(package: str, extra: str, where: str) -> None:
     """
     if importlib.util.find_spec(package) is not None:
         return
-    need = f"pip install 'adloco_jax[{extra}]'"
-    if not extra:
+    if extra:
+        need = f"pip install 'adloco_jax[{extra}]'"
+    else:
         need = f"pip install {package}, if it has a wheel for this computer (docs/start.md)"
     raise ConfigError(f"{where}: {package} is not installed; {need}")
 
@@ -75,16 +81,22 @@ def own_code(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # deliberately broad, because the function is arbitrary
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        where = f" ({place})" if (place := own_line(error)) else ""
-        raise ConfigError(f"{what}: {kind}{reason(error)}{where}") from error
+        line = f"{what}: {reason(error)}"
+        if type(error) is not ValueError:
+            line = f"{what}: {type(error).__name__}: {reason(error)}"
+        place = own_line(error)
+        if place:
+            line += f" ({place})"
+        raise ConfigError(line) from error
 
 
 def own_line(error: BaseException) -> str:
     """Return the innermost line of an error's traceback that is in no library; empty: none."""
+    # Python's own library, this package, and modules that are built into the interpreter.
     libraries = (sysconfig.get_path("stdlib"), os.path.dirname(__file__), "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not (frame.filename.startswith(libraries) or "site-packages" in frame.filename):
+        in_library = frame.filename.startswith(libraries) or "site-packages" in frame.filename
+        if not in_library:
             return f"{frame.filename}, line {frame.lineno}"
     return ""
 
@@ -139,6 +151,9 @@ class Preempted(UserError):
 
 def end_process(error: BaseException | None) -> NoReturn:
     """Say why this process ends, and end it; for a thread that fails, which nobody waits for."""
-    lines = [f"{error}\n"] if isinstance(error, UserError) else traceback.format_exception(error)
-    print(without_secrets("".join(lines)), end="", file=sys.stderr, flush=True)
-    os._exit(getattr(error, "exit_code", 1))
+    if isinstance(error, UserError):
+        text, exit_code = f"{error}\n", error.exit_code
+    else:
+        text, exit_code = "".join(traceback.format_exception(error)), 1
+    print(without_secrets(text), end="", file=sys.stderr, flush=True)
+    os._exit(exit_code)

@@ -45,12 +45,13 @@ RECORDED = "recorded"
 
 
 class Entry(NamedTuple):
-    """Annotates an option that names an entry of a public table; `names`: the package's own."""
+    """Annotates an option that names an entry of a public table."""
 
-    table: str
-    names: str
+    table: str  # such as "BATCH_TESTS"
+    names: str  # the entries that the package has, separated by spaces
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        """Let pydantic's schema of the option, of which docs are made, have the names."""
         return handler(schema) | {"examples": self.names.split()}
 
 
@@ -77,22 +78,27 @@ class SettingsGroup(
     @property
     def unset(self) -> set[str]:
         """The options that are still to be found by `config.completed`."""
-        return {
-            name
-            for name, field in type(self).model_fields.items()
-            for mark in field.metadata
-            if isinstance(mark, Found) and getattr(self, mark.key)
-        } - self.model_fields_set
+        names = set()
+        for name, field in type(self).model_fields.items():
+            for mark in field.metadata:
+                has_place = isinstance(mark, Found) and bool(getattr(self, mark.key))
+                if has_place and name not in self.model_fields_set:
+                    names.add(name)
+        return names
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the rules about combinations of options that are broken."""
         yield from ()
 
-    def _unknown_names(self, tables: Tables) -> Iterator[Rule]:
+    def _unknown_names(self, tables: Tables) -> list[Rule]:
+        """Find the options of this group that name an entry which no table has."""
+        broken = []
         for name, field in type(self).model_fields.items():
-            for table in (tables[mark.table] for mark in field.metadata if isinstance(mark, Entry)):
-                if getattr(self, name) not in table:
-                    yield name, f"must be {' or '.join(map(repr, table))}"
+            for mark in field.metadata:
+                if isinstance(mark, Entry) and getattr(self, name) not in tables[mark.table]:
+                    known = " or ".join(repr(entry) for entry in tables[mark.table])
+                    broken.append((name, f"must be {known}"))
+        return broken
 
     def faults(self, tables: Tables) -> list[str]:
         """Describe names that no table has, else broken rules; those of the groups come first.
@@ -101,12 +107,17 @@ class SettingsGroup(
         no rule about an option that is still to be found.
         """
         groups = [value for _, value in self if isinstance(value, SettingsGroup)]
-        found = [line for group in groups for line in group.faults(tables)]
-        broken = [*self._unknown_names(tables)]
-        if not broken and not any(map(any, (group._unknown_names(tables) for group in groups))):
+        lines: list[str] = []
+        for group in groups:
+            lines += group.faults(tables)
+        broken = self._unknown_names(tables)
+        all_known = not broken and not any(group._unknown_names(tables) for group in groups)
+        if all_known:  # the rules look entries up
             broken = [*self.broken_rules(tables)]
-        broken = [rule for rule in broken if not self.unset & {*rule[0].split()}]
-        return found + [f"{self._values(keys)}: {need}" for keys, need in broken]
+        for keys, need in broken:
+            if self.unset.isdisjoint(keys.split()):
+                lines.append(f"{self._values(keys)}: {need}")
+        return lines
 
     @property
     def group(self) -> str:
@@ -116,14 +127,19 @@ class SettingsGroup(
         return type(self).__name__.removesuffix("Settings").lower()
 
     def _values(self, keys: str) -> str:
-        values = {key: operator.attrgetter(key)(self) for key in keys.split()}
+        """Write options, by keys that are separated by spaces, as `group.name = value, ...`."""
         prefix = f"{self.group}." if self.group else ""
-        return ", ".join(f"{prefix}{key} = {shown(value)}" for key, value in values.items())
+        pairs = []
+        for key in keys.split():
+            value = operator.attrgetter(key)(self)  # of a whole config, keys have their group
+            pairs.append(f"{prefix}{key} = {shown(value)}")
+        return ", ".join(pairs)
 
 
 def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
     """Divide workers among trainers as evenly as possible; return each trainer's number."""
-    ends = [-(-m * num_workers // num_trainers) for m in range(num_trainers + 1)]
+    # Trainer m's workers end at the fraction (m + 1) / M of the pool, rounded up.
+    ends = [math.ceil(m * num_workers / num_trainers) for m in range(num_trainers + 1)]
     return tuple(end - start for start, end in pairwise(ends))
 
 
@@ -176,7 +192,8 @@ class ModelSettings(SettingsGroup):
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the architecture."""
         for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
-            if not holds(*(getattr(self, name) for name in names)):
+            values = [getattr(self, name) for name in names]
+            if not holds(*values):
                 yield " ".join(names), need
 
 
@@ -247,7 +264,9 @@ class DataSettings(SettingsGroup):
     @property
     def row_parts(self) -> int:
         """Integers of a row for each token: 1, or 2 or 3 of `data.prepared.DocumentRows`."""
-        return 3 if self.is_chat else 2 if self.attention == "document" else 1
+        if self.is_chat:
+            return 3
+        return 2 if self.attention == "document" else 1
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
@@ -287,8 +306,8 @@ class EnsembleSettings(SettingsGroup):
 
     def sizes(self, *, whole_pool: bool = False) -> tuple[int, ...]:
         """Return each trainer's number of workers at the start, or once all workers have joined."""
-        first = self.num_workers if whole_pool else self.initial_workers
-        return even_sizes(self.num_trainers, first or self.num_workers)
+        num_workers = self.num_workers if whole_pool else self.initial_workers
+        return even_sizes(self.num_trainers, num_workers or self.num_workers)
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about numbers of workers."""
@@ -450,7 +469,8 @@ class BatchingSettings(SettingsGroup):
                 yield f"initial_batch_size {key}", need
         if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):
             yield "buckets initial_batch_size batch_cap", "no bucket lies between the two; add one"
-        if (self.test == "ramp") != (self.ramp != ()):
+        has_ramp = self.ramp != ()
+        if (self.test == "ramp") != has_ramp:
             yield "test ramp", "test='ramp' and (round, batch) pairs need each other; set both"
         rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
         if self.ramp and not (self.ramp[0] == (0, first) and rises and self.ramp[-1][1] <= cap):
@@ -553,7 +573,9 @@ class EngineSettings(SettingsGroup):
     @property
     def starts_learner(self) -> bool:
         """Whether the driver starts a learner on its own computer."""
-        return self.kind == "direct" if self.trains_here is None else self.trains_here
+        if self.trains_here is None:
+            return self.kind == "direct"
+        return self.trains_here
 
     @property
     def serves(self) -> bool:
@@ -563,10 +585,10 @@ class EngineSettings(SettingsGroup):
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
         fields = type(self).model_fields.items()
-        given = [name for name, field in fields if getattr(self, name) != field.default]
-        if self.kind == "local" and given:
+        changed = [name for name, field in fields if getattr(self, name) != field.default]
+        if self.kind == "local" and changed:  # `kind` itself has its default then
             need = "this engine has no learners; set the first to direct, or unset the rest"
-            yield " ".join(["kind", *given]), need
+            yield " ".join(["kind", *changed]), need
         if self.kind == "bucket" and "://" not in self.address:
             need = "a bucket has an address: s3://BUCKET/RUN, or of a folder file:///FOLDER; set it"
             yield "kind address", need
@@ -641,7 +663,11 @@ class Config(SettingsGroup):
     @property
     def last_round(self) -> float:
         """The round after which the run ends at the latest; infinite if only tokens end it."""
-        return self.num_rounds or (math.inf if self.num_tokens or self.num_epochs else 20)
+        if self.num_rounds:
+            return self.num_rounds
+        if self.num_tokens or self.num_epochs:
+            return math.inf
+        return 20  # AdLoCo table A.2
 
     @property
     def round_tokens(self) -> int:
@@ -661,9 +687,14 @@ class Config(SettingsGroup):
 
     def flat(self) -> dict[str, Any]:
         """Return all settings in one dict by dotted key, such as `inner.tx`; tuples are lists."""
-        groups = self.model_dump(mode="json")
-        values = {key: groups.pop(key) for key in [*groups] if key not in GROUPS}
-        return values | {f"{g}.{key}": value for g in groups for key, value in groups[g].items()}
+        flat, of_groups = {}, {}
+        for name, value in self.model_dump(mode="json").items():
+            if name not in GROUPS:
+                flat[name] = value
+                continue
+            for key, option in value.items():
+                of_groups[f"{name}.{key}"] = option
+        return flat | of_groups
 
     def with_rows(self, num_rows: int) -> Self:
         """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
@@ -672,13 +703,15 @@ class Config(SettingsGroup):
         rounds have this length and their parameters are sent at once. So more passes change no
         round. Called again with the same rows, it changes nothing.
         """
-        inner, known = self.inner, self.model_copy(update={"num_rows": num_rows})
-        is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
-        if not (self.num_epochs and num_rows and is_fixed) or self.outer.own_params:
+        inner = self.inner
+        known = self.model_copy(update={"num_rows": num_rows})
+        is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
+        if not self.num_epochs or not num_rows or not is_fixed or self.outer.own_params:
             return known
         at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())
-        updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)
-        steps = -(-updates // -(-updates // inner.steps_per_round))
+        updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)  # of a pass
+        rounds = math.ceil(updates / inner.steps_per_round)
+        steps = math.ceil(updates / rounds)
         return known.model_copy(
             update={"inner": inner.model_copy(update={"steps_per_round": steps})}
         )
@@ -687,11 +720,14 @@ class Config(SettingsGroup):
         """Find the broken rules about options of several groups."""
         inner, outer, workers = self.inner, self.outer, self.ensemble
         source = tables["DATA_SOURCES"][self.data.source]
-        is_labelled = tables["ARCHITECTURES"][self.model.arch].data == "labelled"
+        architecture = tables["ARCHITECTURES"][self.model.arch]
+        is_labelled = architecture.data == "labelled"
         is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
-        is_fixed = (inner.max_steps_per_round, inner.round_length) == (None, "fixed")
-        build = inspect.signature(tables["ARCHITECTURES"][self.model.arch].build)
+        is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
+        build = inspect.signature(architecture.build)
+        loss = inspect.signature(architecture.loss)
+
         if self.adapter.rank and "adapter" not in build.parameters:
             yield "adapter.rank model.arch", "it can have no adapter; set the first to 0"
         elif self.adapter.rank and not self.model.init_from:
@@ -710,12 +746,12 @@ class Config(SettingsGroup):
             yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
         if is_labelled and "text_column" not in source.needs:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
-        loss = inspect.signature(tables["ARCHITECTURES"][self.model.arch].loss)
         if self.data.row_parts > 1 and "row_parts" not in loss.parameters:
             key = "text_column" if self.data.is_chat else "attention"
             yield f"model.arch data.{key}", "it separates no documents or chats; unset the second"
         if is_labelled and self.data.sequence_length < 3:
             yield "model.arch data.sequence_length", "two tokens frame a text; set at least 3"
+
         if workers.initial_workers and not joins:
             keys = "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth"
             yield keys, "the others never join; set spawn_frac, or a measuring test and growth"
@@ -726,10 +762,12 @@ class Config(SettingsGroup):
             keys = "inner.schedule num_rounds num_tokens inner.max_steps_per_round"
             need = "rounds that grow have no planned end; set only num_tokens, or a constant rate"
             yield f"{keys} inner.round_length", need
+
         if outer.own_params and (outer.skip_single or self.engine.kind != "local"):
             keys = "outer.fragments outer.delay_updates outer.skip_single engine.kind"
             yield keys, "the last two need whole rounds; set one fragment and no delay"
-        if outer.clip_workers != 3.0 and self.engine.kind == "local":
+        is_changed = outer.clip_workers != OPTIONS["outer.clip_workers"].default
+        if is_changed and self.engine.kind == "local":
             need = (
                 "this engine has no learners; set the second to ray or bucket, or unset the first"
             )
@@ -748,42 +786,68 @@ class Settings(Config):
     """
 
 
+# The groups of options, by name, such as "inner".
 GROUPS: dict[str, Any] = {
     name: field.annotation
     for name, field in Settings.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
 }
-OPTIONS: dict[str, FieldInfo] = {
-    f"{group}.{name}".removeprefix("."): field
-    for group, model in [("", Settings), *GROUPS.items()]
-    for name, field in model.model_fields.items()
-    if not (field.annotation in GROUPS.values() or RECORDED in field.metadata)
-}
-ENTRIES: dict[str, Entry] = {
-    key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Entry)
-}
-FOUND: dict[str, Found] = {
-    key: mark for key in OPTIONS for mark in OPTIONS[key].metadata if isinstance(mark, Found)
-}
+
+
+def _options() -> dict[str, FieldInfo]:
+    """Collect the options, those of no group first; fields that are only recorded are none."""
+    options = {}
+    for name, field in Settings.model_fields.items():
+        if name not in GROUPS and RECORDED not in field.metadata:
+            options[name] = field
+    for group, model in GROUPS.items():
+        for name, field in model.model_fields.items():
+            if RECORDED not in field.metadata:
+                options[f"{group}.{name}"] = field
+    return options
+
+
+def _marked(kind: type) -> dict[str, Any]:
+    """Collect the annotations of a kind, by the options that have one."""
+    marks = {}
+    for key, field in OPTIONS.items():
+        for mark in field.metadata:
+            if isinstance(mark, kind):
+                marks[key] = mark
+    return marks
+
+
+# By key, such as "inner.tx": the options, those that name an entry of a table, and those that
+# `config.completed` finds. The last are the sizes of a model, without their group.
+OPTIONS: dict[str, FieldInfo] = _options()
+ENTRIES: dict[str, Entry] = _marked(Entry)
+FOUND: dict[str, Found] = _marked(Found)
 SIZES = [key.removeprefix("model.") for key, mark in FOUND.items() if mark == _SIZE]
 
 
 def bytes_per_s(link: str) -> float:
     """Return what a link such as "10Mbit/s" carries besides headers of packets; infinity for ""."""
-    bits = int(link[:-6]) * {"k": 1e3, "M": 1e6, "G": 1e9}[link[-6]] if link else math.inf
-    return 0.95 * bits / 8
+    if not link:
+        return math.inf
+    number_and_unit = link.removesuffix("bit/s")  # such as "10M"
+    unit = {"k": 1e3, "M": 1e6, "G": 1e9}[number_and_unit[-1]]
+    bits_per_s = int(number_and_unit[:-1]) * unit
+    return 0.95 * bits_per_s / 8  # headers take about a twentieth
 
 
 def change(key: str) -> Change:
     """Return whether an option may change when a run is resumed."""
-    words = [*OPTIONS[key].metadata, *Settings.model_fields[key.partition(".")[0]].metadata]
-    return next(word for word in words if word in get_args(Change))
+    group = key.partition(".")[0]
+    marks = [*OPTIONS[key].metadata, *Settings.model_fields[group].metadata]
+    return next(mark for mark in marks if mark in get_args(Change))
 
 
 def default_of(key: str) -> Any:
     """Return the value of an option in `default_config()`: "auto" or None if it is unset there."""
     field = OPTIONS[key]
-    return "auto" if AUTO in field.metadata else None if key in FOUND else field.default
+    if AUTO in field.metadata:
+        return "auto"
+    return None if key in FOUND else field.default
 
 
 def meaning(key: str) -> str:

@@ -33,19 +33,19 @@ def muon(
       `optax.contrib.muon` is at least 1, while MuLoCo's may be smaller.
     """
 
-    def label(params):
-        labels = jax.tree.map(
-            lambda label: label if label in ("matrix", "stacked_matrix") else "other",
-            label_params(params),
-        )
-        if {*jax.tree.leaves(labels)} == {"other"}:
+    def matrix_or_other(label):
+        return label if label in ("matrix", "stacked_matrix") else "other"
+
+    def partition_labels(params):
+        labels = jax.tree.map(matrix_or_other, label_params(params))
+        if set(jax.tree.leaves(labels)) == {"other"}:
             raise ValueError(
                 "inner_tx: no parameter is labelled as a hidden layer's matrix, so muon has none to"
                 " update; give the Architecture its own label_params, or set inner.tx='adamw'"
             )
         return labels
 
-    def by_shape(updates, _):
+    def by_shape(updates, _):  # times sqrt(fan_out / fan_in)
         return jax.tree.map(lambda u: u * math.sqrt(u.shape[-1] / u.shape[-2]), updates)
 
     def last_two_axes(updates):
@@ -67,7 +67,7 @@ def muon(
         label_params=label_params,
     )
     return optax.partition(
-        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": rest}, label
+        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": rest}, partition_labels
     )
 
 

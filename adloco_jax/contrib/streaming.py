@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.compress import Precision
-from adloco_jax.core.meshes import on_any_mesh
+from adloco_jax.core.meshes import like_argument, like_argument_and_replicated, on_any_mesh
 from adloco_jax.core.outer import Aggregator, mean, outer_update, start_round
 from adloco_jax.core.types import (
     Ensemble,
@@ -28,7 +28,7 @@ from adloco_jax.core.types import (
 )
 
 
-@on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
+@on_any_mesh(like_argument)
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:
     """Take one fragment, 0 to F - 1, out of a tree of parameters with leaves [X, ...].
 
@@ -48,7 +48,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     return jax.tree.map(take, tree_X)
 
 
-@on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
+@on_any_mesh(like_argument)
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
@@ -69,7 +69,7 @@ def put_fragment(
     return jax.tree.map(put, tree_X, part_X)
 
 
-@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
+@on_any_mesh(like_argument_and_replicated)
 def outer_update_fragment(
     ensemble: Ensemble,
     sent_R: PyTree,
@@ -105,7 +105,8 @@ def outer_update_fragment(
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
-    of_param = of_params(outer_tx, ensemble.outer_state_M)
+    # Only arrays of the outer state that follow the parameters are divided into fragments.
+    is_divided = of_params(outer_tx, ensemble.outer_state_M)
 
     def take(tree_X):
         return take_fragment(tree_X, fragment, num_fragments=num_fragments)
@@ -113,11 +114,16 @@ def outer_update_fragment(
     def put(tree_X, part_X):
         return put_fragment(tree_X, part_X, fragment, num_fragments=num_fragments)
 
+    def take_state(is_divided, leaf_M):
+        return take(leaf_M) if is_divided else leaf_M
+
+    def put_state(is_divided, leaf_M, new_M):
+        return put(leaf_M, new_M) if is_divided else new_M
+
+    # The fragment as an ensemble of its own.
     part = ensemble.replace(
         params_M=keep(take(ensemble.params_M)),
-        outer_state_M=jax.tree.map(
-            lambda has, leaf: take(leaf) if has else leaf, of_param, ensemble.outer_state_M
-        ),
+        outer_state_M=jax.tree.map(take_state, is_divided, ensemble.outer_state_M),
         params_R=None,
     )
     part, norm_M = outer_update(
@@ -130,22 +136,21 @@ def outer_update_fragment(
         reduce_scatter=reduce_scatter,
         all_gather=all_gather,
     )
-    if precision == "float32" or ensemble.num_workers == ensemble.num_trainers:
+    all_single = ensemble.num_workers == ensemble.num_trainers
+    if precision == "float32" or all_single:  # `outer_update` then has not called `all_gather`
         part = part.replace(params_M=all_gather(part.params_M))
+
     ensemble = ensemble.replace(
         params_M=put(ensemble.params_M, part.params_M),
         outer_state_M=jax.tree.map(
-            lambda has, leaf, new: put(leaf, new) if has else new,
-            of_param,
-            ensemble.outer_state_M,
-            part.outer_state_M,
+            put_state, is_divided, ensemble.outer_state_M, part.outer_state_M
         ),
         round=jnp.where(fragment == num_fragments - 1, part.round, ensemble.round),
     )
     return ensemble, norm_M
 
 
-@on_any_mesh(lambda whole, _, workers, *args, **kwargs: workers)
+@on_any_mesh(like_argument)
 def receive_fragment(
     workers: Workers,
     ensemble: Ensemble,
@@ -164,7 +169,8 @@ def receive_fragment(
     new_R = to_workers(new_M, ensemble.sizes)
     if mixing:
         own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
-        own_R, arrived_R = trainable(own_R), trainable(new_R)
+        own_R = trainable(own_R)
+        arrived_R = trainable(new_R)
 
         def mix(own, new):
             dtype = at_least_float32(own.dtype)
@@ -172,7 +178,8 @@ def receive_fragment(
             return mixed.astype(own.dtype)
 
         mixed_R = jax.tree.map(mix, own_R, arrived_R)
-        mixed_R = where_leading(jnp.isfinite(norms(own_R)), mixed_R, arrived_R)
+        is_finite_R = jnp.isfinite(norms(own_R))
+        mixed_R = where_leading(is_finite_R, mixed_R, arrived_R)
         new_R = with_trainable(new_R, mixed_R)
     return workers.replace(
         params_R=put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)
@@ -211,10 +218,11 @@ def fragment_steps(
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
 
-    def advance(workers, part):
-        return steps(workers, *jax.tree.map(lambda leaf: leaf[part], inputs_T))
+    def advance(workers, micro_batches):
+        inputs = jax.tree.map(lambda leaf: leaf[micro_batches], inputs_T)
+        return steps(workers, *inputs)
 
-    num_before = jax.tree.leaves(inputs_T)[0].shape[0] - delay
+    num_before = jax.tree.leaves(inputs_T)[0].shape[0] - delay  # micro-batches before sending
     workers, *measured_T = advance(workers, slice(None, num_before))
     sent_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
     ensemble, norm_M = outer_update_fragment(
@@ -230,8 +238,10 @@ def fragment_steps(
         all_gather=all_gather,
     )
     if delay:
-        workers, *rest_T = advance(workers, slice(num_before, None))
-        measured_T = jax.tree.map(lambda *pair: jnp.concatenate(pair), measured_T, rest_T)
+        workers, *later_T = advance(workers, slice(num_before, None))
+        measured_T = jax.tree.map(
+            lambda before, after: jnp.concatenate([before, after]), measured_T, later_T
+        )
     workers = receive_fragment(
         workers, ensemble, fragment, num_fragments=num_fragments, mixing=mixing
     )
@@ -249,7 +259,7 @@ def flush_workers(
 
     Momentum and the count of rounds do not change. The keywords are those of `outer_update`.
     """
-    averaging = optax.sgd(1.0)
+    averaging = optax.sgd(1.0)  # minus the mean difference: the mean of the workers
     bare = ensemble.replace(outer_state_M=jax.vmap(averaging.init)(trainable(ensemble.params_M)))
     after, _ = outer_update(
         bare,
@@ -263,7 +273,10 @@ def flush_workers(
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Mark the arrays of an optimizer state that follow the parameters, such as momentum."""
+    """Return which arrays of an optimizer state follow the parameters: booleans, in its tree.
+
+    Momentum follows them, for example, and a count of updates does not.
+    """
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False
     )

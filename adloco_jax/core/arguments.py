@@ -21,20 +21,23 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
     a loss that is not one number raises ValueError.
     """
 
-    def loss_of(values, batch, **more):
-        returned = loss_fn(with_trainable(params, values), batch, **more)
+    def loss_of(values, batch, **keywords):  # `key` and `tap_B`, which only some losses take
+        returned = loss_fn(with_trainable(params, values), batch, **keywords)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
-        loss, aux = returned if has_aux and is_pair else (returned, None)
-        shape = jax.tree.map(jnp.shape, loss)
-        if shape != () or has_aux > is_pair:
+        loss, aux = returned, None
+        if has_aux and is_pair:
+            loss, aux = returned
+        shape = jax.tree.map(jnp.shape, loss)  # of a tree, a tree of shapes
+        if shape != () or (has_aux and not is_pair):
             expected = "a pair (loss, aux) whose loss is one number" if has_aux else "one number"
             raise ValueError(
                 f"loss_fn: returned shape {shape}, expected {expected}, the mean over the batch;"
                 " return jnp.mean of the losses, and set has_aux=True for an auxiliary output"
             )
-        return loss, jax.tree.map(
-            lambda leaf: jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf))), aux
-        )
+        return loss, jax.tree.map(widen, aux)
+
+    def widen(leaf):
+        return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
 
     return loss_of
 
@@ -46,35 +49,44 @@ def takes(function: Callable, name: str) -> bool:
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
     """If a loss takes `key`, bind a fixed one: values then differ only by params and data."""
-    return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
+    if not takes(loss_fn, "key"):
+        return loss_fn
+    return functools.partial(loss_fn, key=jax.random.key(0))
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
     """Derive a key for each element of the broadcast `numbers`, by folding all of them in."""
 
-    def fold(*one):
-        return functools.reduce(jax.random.fold_in, one, key)
+    def fold_in_all(*element_numbers):
+        element_key = key
+        for number in element_numbers:
+            element_key = jax.random.fold_in(element_key, number)
+        return element_key
 
-    shape = np.broadcast_shapes(*(np.shape(number) for number in numbers))
-    flat = [jnp.broadcast_to(jnp.asarray(number), shape).reshape(-1) for number in numbers]
-    return jax.vmap(fold)(*flat).reshape(shape)
+    shape = np.broadcast_shapes(*[np.shape(number) for number in numbers])
+    flat_numbers = [jnp.broadcast_to(jnp.asarray(number), shape).reshape(-1) for number in numbers]
+    return jax.vmap(fold_in_all)(*flat_numbers).reshape(shape)
 
 
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
     """Check that leaves start with [T, R, B], or [S, R, A*B] if accumulated; return T or S."""
-    axes, accum = ("T, R, B", 1) if num_accum_steps is None else ("S, R, A*B", num_accum_steps)
+    if num_accum_steps is None:
+        length_axis, examples_axis, num_parts = "T", "B", 1
+    else:
+        length_axis, examples_axis, num_parts = "S", "A*B", num_accum_steps
     shapes = {leaf.shape[:3] for leaf in jax.tree.leaves(batch)}
-    shape: tuple[int, ...] = min(shapes, default=())
-    fits = len(shapes) == 1 and len(shape) == 3 and shape[1] == num_workers and 0 not in shape
-    if not fits or shape[2] % accum:
-        raise ValueError(
-            f"{name}: its leaves begin with {sorted(shapes)}, expected one shape [{axes}, ...] of"
-            f" R={num_workers} workers, without a zero, and {axes[6:]} divisible by"
-            f" num_accum_steps={accum}"
-        )
-    return shape[0]
+    if len(shapes) == 1:
+        (shape,) = shapes
+        is_filled = len(shape) == 3 and 0 not in shape
+        if is_filled and shape[1] == num_workers and shape[2] % num_parts == 0:
+            return shape[0]
+    raise ValueError(
+        f"{name}: its leaves begin with {sorted(shapes)}, expected one shape"
+        f" [{length_axis}, R, {examples_axis}, ...] of R={num_workers} workers, without a zero,"
+        f" and {examples_axis} divisible by num_accum_steps={num_parts}"
+    )
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
@@ -98,9 +110,10 @@ def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
             raise ValueError(f"{name}: got {found}, not typed keys; use jax.random.key")
         return
     parameter = inspect.signature(loss_fn).parameters.get("key")
-    if parameter is not None and (
-        parameter.default is None or parameter.default is parameter.empty
-    ):
+    if parameter is None:
+        return
+    # A loss whose `key` has another default, as that of `with_fixed_key`, needs none.
+    if parameter.default is None or parameter.default is parameter.empty:
         raise ValueError(
             f"{name}: none is given, and loss_fn takes a `key`, without which its dropout is off;"
             f" pass {name}=, or a loss without this parameter"
@@ -118,13 +131,16 @@ def checked_update(
     """Return the `update` function of `tx`, unless `state` has a node of a class in `refused`.
 
     An outer update would not change parameters that an optimizer's state holds. ValueError too if
-    `tx` makes another state of `params_X`. `update` ignores extra arguments that `tx` does not
-    take.
+    `tx` makes another state of `params_X`, leaves [X, ...]. `update` ignores extra arguments that
+    `tx` does not take.
     """
 
     def keeps_params(node):
-        # SAM in its opaque mode holds no copy between updates; its cache is then None.
-        return isinstance(node, refused) and getattr(node, "cache", ()) is not None
+        if not isinstance(node, refused):
+            return False
+        # SAM in its opaque mode holds no copy between updates.
+        is_opaque_sam = hasattr(node, "cache") and node.cache is None
+        return not is_opaque_sam
 
     for node in jax.tree.leaves(state, is_leaf=keeps_params):
         if keeps_params(node):
@@ -133,8 +149,8 @@ def checked_update(
                 " a pair of them; the outer update cannot move these, so use another transformation"
             )
 
-    made = jax.eval_shape(jax.vmap(tx.init), trainable(params_X))
-    if jax.tree.structure(made) != jax.tree.structure(state):
+    expected = jax.eval_shape(jax.vmap(tx.init), trainable(params_X))
+    if jax.tree.structure(expected) != jax.tree.structure(state):
         raise ValueError(
             f"{name}: another transformation than the one that made the ensemble's states; give"
             " `init` and this call the same"

@@ -4,7 +4,6 @@ The tests read only ratios of the sums in `GradientStats`. They accept NumPy arr
 host, without a device) and JAX arrays (under `jit` and `vmap`).
 """
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ def norm_test(
 
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """
-    _require_positive(eta=eta)
+    _require_positive("eta", eta)
     noise = stats.noise_sum / stats.noise_weight
     return noise / (num_workers * eta**2 * _signal(stats, mode, num_workers, batch_size))
 
@@ -72,7 +71,7 @@ def inner_product_test(
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
       only with the scaling errors of the reference code (docs/algorithm.md, section 2).
     """
-    _require_positive(vartheta=vartheta)
+    _require_positive("vartheta", vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
     # Divide twice, because the square of a small signal would underflow.
     return _ip_variance(stats, mode) / signal / signal / (num_workers * vartheta**2)
@@ -95,7 +94,7 @@ def augmented_inner_product_test(
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
-    _require_positive(nu=nu)
+    _require_positive("nu", nu)
     signal = _signal(stats, mode, num_workers, batch_size)
     if mode == "paper":
         orthogonal = stats.plugin_orth_sum / stats.noise_weight
@@ -107,10 +106,10 @@ def augmented_inner_product_test(
     return _maximum(inner_product, orthogonal / (num_workers * nu**2 * signal))
 
 
-def _require_positive(**thresholds: float) -> None:
-    for name, value in thresholds.items():
-        if isinstance(value, int | float) and not value > 0:
-            raise ValueError(f"{name}={value} must be positive.")
+def _require_positive(name: str, threshold: float) -> None:
+    """Raise ValueError for a threshold that is not positive or NaN; traced ones are not checked."""
+    if isinstance(threshold, int | float) and not threshold > 0:
+        raise ValueError(f"{name}={threshold} must be positive.")
 
 
 def constant(*, batch_size: int) -> int:
@@ -125,7 +124,8 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     increase.
     """
     rounds = [first for first, _ in schedule]
-    if not rounds or rounds[0] != 0 or sorted(set(rounds)) != rounds:
+    is_increasing = sorted(set(rounds)) == rounds
+    if not rounds or rounds[0] != 0 or not is_increasing:
         raise ValueError(f"schedule: rounds {rounds}, expected increasing whole numbers from 0")
     return next(size for first, size in reversed(schedule) if first <= round_index)
 
@@ -144,26 +144,39 @@ class BatchTest(NamedTuple):
     """What `request` reads. With "nothing", `stats` is None and the result is not limited."""
 
 
-def _entry(test: Callable[..., Scalar], needs: Literal["norms", "inner_products"]) -> BatchTest:
-    names = inspect.signature(test).parameters
+# The entries of the table. Each hands a test those keywords of `BatchTest.request` that it has.
 
-    def request(stats, **given):
-        return test(stats, **{name: value for name, value in given.items() if name in names})
 
-    return BatchTest(request, needs)
+def _request_norm(stats, *, eta, num_workers, mode, batch_size, **_):
+    return norm_test(stats, eta=eta, num_workers=num_workers, mode=mode, batch_size=batch_size)
+
+
+def _request_inner_product(stats, *, vartheta, num_workers, mode, batch_size, **_):
+    return inner_product_test(
+        stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
+    )
+
+
+def _request_augmented(stats, *, vartheta, nu, num_workers, mode, batch_size, **_):
+    return augmented_inner_product_test(
+        stats, vartheta=vartheta, nu=nu, num_workers=num_workers, mode=mode, batch_size=batch_size
+    )
+
+
+def _request_constant(stats, *, batch_size, **_):
+    return constant(batch_size=batch_size)
+
+
+def _request_ramp(stats, *, schedule, round_index, **_):
+    return ramp(schedule=schedule, round_index=round_index)
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
-    "norm": _entry(norm_test, "norms"),
-    "inner_product": _entry(inner_product_test, "inner_products"),
-    "augmented": _entry(augmented_inner_product_test, "inner_products"),
-    "constant": BatchTest(lambda stats, *, batch_size, **_: batch_size, "nothing"),
-    "ramp": BatchTest(
-        lambda stats, *, schedule, round_index, **_: ramp(
-            schedule=schedule, round_index=round_index
-        ),
-        "nothing",
-    ),
+    "norm": BatchTest(_request_norm, "norms"),
+    "inner_product": BatchTest(_request_inner_product, "inner_products"),
+    "augmented": BatchTest(_request_augmented, "inner_products"),
+    "constant": BatchTest(_request_constant, "nothing"),
+    "ramp": BatchTest(_request_ramp, "nothing"),
 }
 """Batch-size tests and schedules by name, for `batching.test`; add an entry for your own."""
 
@@ -177,12 +190,13 @@ def next_batch_size(requested: float, *, batch_size: int, max_growth: float, bat
     Source: docs/algorithm.md, section 2. The reference code has no upper limit
       (studies/published.md, defect 7).
     """
-    batch_size = _whole("batch_size", batch_size)
-    batch_cap = _whole("batch_cap", batch_cap)
+    batch_size = _positive_whole("batch_size", batch_size)
+    batch_cap = _positive_whole("batch_cap", batch_cap)
     if not math.isfinite(requested):
         return batch_size
-    high = max(batch_size, min(int(max_growth * batch_size), batch_cap))
-    return min(max(math.ceil(requested), batch_size), high)
+    largest = min(int(max_growth * batch_size), batch_cap)
+    largest = max(batch_size, largest)  # the present batch may exceed the cap
+    return min(max(math.ceil(requested), batch_size), largest)
 
 
 def switch_mode(
@@ -201,18 +215,21 @@ def switch_mode(
 
     Source: AdLoCo section 4.4.
     """
-    requested_batch_size = _whole("requested_batch_size", requested_batch_size)
-    max_batch_size = _whole("max_batch_size", max_batch_size)
-    multiplier = _whole("multiplier", multiplier)
+    requested_batch_size = _positive_whole("requested_batch_size", requested_batch_size)
+    max_batch_size = _positive_whole("max_batch_size", max_batch_size)
+    multiplier = _positive_whole("multiplier", multiplier)
+    # Up to this multiple of `max_batch_size` a request is clipped.
     multiples = {"threshold": multiplier, "accumulate": 1, "clip": math.inf}
     if requested_batch_size <= max_batch_size:
         return BatchPlan(requested_batch_size, 1)
     if requested_batch_size <= multiples[mode] * max_batch_size:
         return BatchPlan(max_batch_size, 1)
-    return BatchPlan(max_batch_size, -(-requested_batch_size // max_batch_size))
+    num_accum_steps = -(-requested_batch_size // max_batch_size)  # rounded up
+    return BatchPlan(max_batch_size, num_accum_steps)
 
 
-def _whole(name: str, value) -> int:
+def _positive_whole(name: str, value) -> int:
+    """Return a positive whole number of any integer type as int, else raise ValueError."""
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
             f"{name}={value!r}: expected a positive whole number; round it first, see"
@@ -222,23 +239,29 @@ def _whole(name: str, value) -> int:
 
 
 def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None):
+    """Estimate |G|^2, the squared norm of the true gradient, as `norm_test` says of `mode`."""
     noise = stats.noise_sum / stats.noise_weight
     signal = stats.signal_sum / stats.signal_weight
     if mode == "unbiased":
         return _maximum(signal, SIGNAL_FLOOR * noise)
     if mode == "paper":
         batch = stats.num_examples if batch_size is None else batch_size * num_workers
-        return _maximum(signal, 0.0 * signal) + noise / batch
+        zero = 0.0 * signal  # of the same type and shape
+        return _maximum(signal, zero) + noise / batch
     raise ValueError(f"mode={mode!r}: expected unbiased or paper")
 
 
 def _ip_variance(stats: GradientStats, mode: TestMode):
-    products = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
-    if not any(isinstance(field, jax.core.Tracer) for field in products):
-        *sums, noise_sum = (np.asarray(field) for field in products)
+    """Estimate the variance of <g_j, mean gradient>; ValueError if it was not measured."""
+    fields = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
+    if not any(isinstance(field, jax.core.Tracer) for field in fields):
         # By the identity S = V_ip / |mean|^2 + V_o, the measured plug-in sums are not both zero if
         # there is noise. So if these values are zero, inner products were not measured.
-        if np.any((noise_sum != 0) & np.logical_and.reduce([value == 0 for value in sums])):
+        has_noise = np.asarray(stats.noise_sum) != 0
+        lacks_weight = np.asarray(stats.ip_weight) == 0
+        lacks_plugin_ip = np.asarray(stats.plugin_ip_sum) == 0
+        lacks_plugin_orth = np.asarray(stats.plugin_orth_sum) == 0
+        if np.any(has_noise & lacks_weight & lacks_plugin_ip & lacks_plugin_orth):
             raise ValueError(
                 "stats: taken without inner products; for this test use"
                 " gradient_stats(..., inner_products=True)"

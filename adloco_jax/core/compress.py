@@ -40,7 +40,7 @@ class _Blocks(NamedTuple):
     axis: int  # the axis that is divided into rows
     length: int  # length of the axis
     rest: int  # number of entries at each position of the axis
-    rows: int  # number of rows
+    rows: int  # number of rows, the last of which may be padded
     positions: int  # positions of the axis in a row; 1 if a row has several blocks
     per_row: int  # number of blocks in a row
     width: int  # entries of a block at each of its positions
@@ -101,24 +101,37 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
     """Return the bytes that one model's parameters take when sent, with scales and padding."""
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
-    sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), one)
+    tree_1 = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
+    sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), tree_1)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent))
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
+    """Choose the blocks of an array of this shape, each of at most `SCALE_BLOCK` entries."""
     shape = shape or (1,)
-    length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
+    even_lengths = [dim for dim in shape if dim % _EVEN_SHARES == 0]
+    length = max(even_lengths or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes
     rest = math.prod(shape[:axis] + shape[axis + 1 :])
-    per_row = max(-(-rest // SCALE_BLOCK), 1)
-    width = max(-(-rest // per_row), 1)
-    positions = 1 << (SCALE_BLOCK // width).bit_length() - 1
+    # At least 1, because the array may be empty.
+    per_row = max(math.ceil(rest / SCALE_BLOCK), 1)
+    width = max(math.ceil(rest / per_row), 1)
+    # As many positions as fit, rounded down to a power of two.
+    positions = 2 ** ((SCALE_BLOCK // width).bit_length() - 1)
     positions = max(min(positions, length), 1)
-    return _Blocks(axis, length, rest, -(-length // positions), positions, per_row, width)
+    return _Blocks(
+        axis=axis,
+        length=length,
+        rest=rest,
+        rows=math.ceil(length / positions),
+        positions=positions,
+        per_row=per_row,
+        width=width,
+    )
 
 
 def _pack_leaf(leaf_X: Array) -> Packed:
+    """Quantise float32 [X, ...] to whole numbers from -7 to 7, times the scale of their block."""
     values = _to_blocks(leaf_X)
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
     # The maximum alone would not do, because it may ignore a NaN.
@@ -129,12 +142,16 @@ def _pack_leaf(leaf_X: Array) -> Packed:
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     # A byte holds one code from each half of the block. Packing neighbours would not vectorise.
     low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
-    return Packed((low & 15) | (high << 4), scales)
+    packed_codes = (low & 0b00001111) | (high << 4)
+    return Packed(packed_codes, scales)
 
 
 def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
-    nibbles = jnp.concatenate([packed.codes << 4, packed.codes & 240], axis=-1)
-    codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # this shift keeps the sign
+    """Dequantise what `_pack_leaf` returned, to float32 of the given shape [X, ...]."""
+    # Both codes of a byte, each in the upper four bits of its own byte.
+    low, high = packed.codes << 4, packed.codes & 0b11110000
+    shifted_codes = jnp.concatenate([low, high], axis=-1)
+    codes = lax.bitcast_convert_type(shifted_codes, jnp.int8) >> 4  # this shift keeps the sign
     return _from_blocks(codes.astype(jnp.float32) * packed.scales[..., None], shape)
 
 
@@ -144,12 +161,13 @@ def _to_blocks(leaf_X: Array) -> Array:
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)
     values = values.reshape(num, blocks.length, blocks.rest)
-    values = _fill(values, (blocks.rows * blocks.positions, blocks.per_row * blocks.width))
+    values = _pad_to(values, (blocks.rows * blocks.positions, blocks.per_row * blocks.width))
     values = values.reshape(num, blocks.rows, blocks.per_row, blocks.positions * blocks.width)
-    return _fill(values, (blocks.size,))
+    return _pad_to(values, (blocks.size,))
 
 
 def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
+    """Join the blocks of `_to_blocks`, without their padding, to an array of this shape."""
     num, dims = shape[0], shape[1:] or (1,)
     blocks = _blocks_of(dims)
     values = values[..., : blocks.positions * blocks.width]
@@ -160,7 +178,10 @@ def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(values, 1, blocks.axis + 1).reshape(shape)
 
 
-def _fill(array: Array, last: tuple[int, ...]) -> Array:
-    """Pad the last axes of an array with zeros at their ends, to the lengths `last`."""
-    sizes = array.shape[: array.ndim - len(last)] + last
-    return jnp.pad(array, [(0, size - dim) for size, dim in zip(sizes, array.shape, strict=True)])
+def _pad_to(array: Array, lengths: tuple[int, ...]) -> Array:
+    """Pad the last axes of an array with zeros at their ends, to these lengths."""
+    num_other_axes = array.ndim - len(lengths)
+    padding = [(0, 0)] * num_other_axes
+    for length, dim in zip(lengths, array.shape[num_other_axes:], strict=True):
+        padding.append((0, length - dim))
+    return jnp.pad(array, padding)

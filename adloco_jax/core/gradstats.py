@@ -2,9 +2,12 @@
 
 The noise S = (sum |g_j|^2 - t |g|^2) / (t - 1) and the signal G2 = |g|^2 - S / t of t gradients g_j
 with mean g are unbiased; so is the variance from inner products (docs/algorithm.md, section 2).
+
+Axes of arrays, besides those of `core.types`: B all examples here, of which C are in one pass; P
+the parts of a batch (its thirds, or the whole), of which I are chosen; E directions.
 """
 
-import inspect
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from adloco_jax.core.arguments import trainable_loss, with_fixed_key
-from adloco_jax.core.meshes import on_any_mesh, varying_alike
+from adloco_jax.core.arguments import takes, trainable_loss, with_fixed_key
+from adloco_jax.core.meshes import on_any_mesh, replicated, varying_alike
 from adloco_jax.core.types import (
     GradientStats,
     LossFn,
@@ -30,7 +33,7 @@ MIN_EXAMPLES = 2  # a sample variance needs two
 MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2 examples; a covariance needs two
 
 
-@on_any_mesh(lambda whole, *_, **__: whole)
+@on_any_mesh(replicated)
 def gradient_stats(
     loss_fn: LossFn,
     params: PyTree,
@@ -75,21 +78,23 @@ def gradient_stats(
     Source: docs/algorithm.md, section 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162),
       appendix A.
     """
-    estimator = resolve_estimator(estimator, loss_fn)
+    method = _METHODS[resolve_estimator(estimator, loss_fn)]
     params, batch = varying_alike(params, batch)
-    loss_of, params = _scalar_loss(loss_fn, params, has_aux=has_aux), trainable(params)
+    loss_of = _scalar_loss(loss_fn, params, has_aux=has_aux)
+    params = trainable(params)
     examples = _examples(batch, chunk_size, num_examples, inner_products)
-    sums_P, norms_B = _sum_gradients(loss_of, params, examples, estimator)
+
+    sums_P, norms_B = _sum_gradients(loss_of, params, examples, method)
     count = examples.count.astype(jnp.float32)
     mean = jax.tree.map(lambda sum_P: sum_P.sum(axis=0) / count, sums_P)
-    stats, rms, mean_norm = _of_means(mean, norms_B, count, 1)
-    if inner_products:
-        products_3B = _multiply(loss_of, params, examples, estimator, sums_P, rms)
-        return _with_products(stats, examples, products_3B, mean_norm)
-    return stats
+    stats, rms, mean_norm = _of_means(mean, norms_B, count, batch_size=1)
+    if not inner_products:
+        return stats
+    products_3B = _multiply(loss_of, params, examples, method, sums_P, rms)
+    return _with_products(stats, examples, products_3B, mean_norm)
 
 
-@on_any_mesh(lambda whole, *_, **__: whole)
+@on_any_mesh(replicated)
 def gradient_stats_of_means(
     mean: PyTree, norms_N: Float[Array, " N"], *, batch_size: int
 ) -> GradientStats:
@@ -113,13 +118,19 @@ def gradient_stats_of_means(
             f"norms_N has shape {norms_N.shape}, batch_size={batch_size}: expected one norm for"
             " each mean gradient, and the positive number of examples behind each"
         )
-    return _of_means(mean, norms_N, jnp.float32(len(norms_N)), batch_size)[0]
+    count = jnp.float32(len(norms_N))
+    stats, _, _ = _of_means(mean, norms_N, count, batch_size=batch_size)
+    return stats
 
 
 def _of_means(
-    mean: PyTree, norms_X: Array, count: Array, batch_size: int
+    mean: PyTree, norms_X: Array, count: Array, *, batch_size: int
 ) -> tuple[GradientStats, Array, Array]:
-    """Compute statistics from gradients that are themselves means of `batch_size` examples."""
+    """Compute statistics from gradients that are themselves means of `batch_size` examples.
+
+    Also returns the root mean square of their norms (1 if it is zero), and |mean|^2 in units of its
+    square.
+    """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
@@ -134,7 +145,10 @@ def _of_means(
         noise_weight=count - 1,
         signal_sum=count * ((count - 1) * mean_norm - noise_sum / (count * batch_size)),
         signal_weight=count * (count - 1),
-        **dict.fromkeys(("ip_sum", "ip_weight", "plugin_ip_sum", "plugin_orth_sum"), zero),
+        ip_sum=zero,
+        ip_weight=zero,
+        plugin_ip_sum=zero,
+        plugin_orth_sum=zero,
     )
     return stats, safe, mean_norm
 
@@ -142,18 +156,19 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    p_B, first_B, second_B = products_3B
+    """Add the sums of inner products, which `_multiply` returns, to statistics."""
+    with_mean_B, with_first_B, with_second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
-    last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
-    num_last = jnp.sum(last_B).astype(jnp.float32)
+    is_last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)  # in the last third
+    num_last = jnp.sum(is_last_B).astype(jnp.float32)
 
     def centred(values_B):
-        mean = jnp.sum(jnp.where(last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
-        return jnp.where(last_B, values_B - mean, 0.0)
+        mean = jnp.sum(jnp.where(is_last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
+        return jnp.where(is_last_B, values_B - mean, 0.0)
 
     has_products = t >= MIN_EXAMPLES_INNER_PRODUCT
-    covariance_sum = jnp.sum(centred(first_B) * centred(second_B))
-    plugin_ip_sum = jnp.sum(jnp.where(index_B < t, (p_B - mean_norm) ** 2, 0.0))
+    covariance_sum = jnp.sum(centred(with_first_B) * centred(with_second_B))
+    plugin_ip_sum = jnp.sum(jnp.where(index_B < t, (with_mean_B - mean_norm) ** 2, 0.0))
     return stats.replace(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
@@ -177,12 +192,21 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
-    return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
+    """Make a loss of the trainable parameters that returns one number, with one key for all."""
+    loss_and_aux = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
+
+    def loss_of(values, batch, **keywords):  # perhaps `tap_B`
+        loss, _ = loss_and_aux(values, batch, **keywords)
+        return loss
+
+    return loss_of
 
 
 class _Examples(NamedTuple):
-    """A batch in several passes; its parts are thirds, or the whole without inner products."""
+    """A batch in several passes; its parts are thirds, or the whole without inner products.
+
+    A pass has examples of one part only.
+    """
 
     batch_B: PyTree  # leaves [B, 1, ...]: every example is a batch of size 1
     group: int  # number of examples in one pass
@@ -191,9 +215,10 @@ class _Examples(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of examples, valid or not: B."""
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
-    def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
+    def scan_passes(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
         """Call `carry = body(i, index_C, valid_C, batch_C, carry)` pass by pass; return `carry`.
 
         `i` is the part's index in `parts_I`, `index_C` the examples' positions in the batch, and
@@ -201,12 +226,13 @@ class _Examples(NamedTuple):
         """
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
-        passes_I = -(-(ends_I - starts_I) // self.group)
-        done_I = jnp.cumsum(passes_I)
+        num_passes_I = -(-(ends_I - starts_I) // self.group)  # rounded up
+        last_pass_I = jnp.cumsum(num_passes_I)  # the position after a part's last pass
 
         def one_pass(k, carry):
-            i = jnp.sum(k >= done_I)
-            first = starts_I[i] + (k - done_I[i] + passes_I[i]) * self.group
+            i = jnp.sum(k >= last_pass_I)
+            pass_in_part = k - last_pass_I[i] + num_passes_I[i]
+            first = starts_I[i] + pass_in_part * self.group
             index_C = first + jnp.arange(self.group)
             # The last pass of a part is filled with the part's last example, because padding may
             # hold anything.
@@ -217,32 +243,40 @@ class _Examples(NamedTuple):
         if len(parts_I) == 1 and self.group >= self.size:
             return one_pass(0, carry)
         carry, _ = varying_alike(carry, self.batch_B)
-        return lax.fori_loop(0, done_I[-1], one_pass, carry)
+        return lax.fori_loop(0, last_pass_I[-1], one_pass, carry)
+
+
+class _Method(NamedTuple):
+    """How an estimator measures the examples of one pass."""
+
+    # `(loss_of, params, batch_C, valid_C) -> (sum of the valid examples' gradients, norms_C)`
+    gradients: Callable[..., tuple[PyTree, Array]]
+    # `(loss_of, params, batch_C, directions_E) -> inner products with the gradients [E, C]`
+    products: Callable[..., Array]
 
 
 def _sum_gradients(
-    loss_of: LossFn, params: PyTree, examples: _Examples, estimator: str
+    loss_of: LossFn, params: PyTree, examples: _Examples, method: _Method
 ) -> tuple[PyTree, Array]:
     """Sum the gradients of each part, [P, ...]; measure each example's norm, float32 [B]."""
-    measure, _ = _ESTIMATORS[estimator]
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
         sums_P, norms_B = carry
-        grad_sum, norms_C = measure(loss_of, params, batch_C, valid_C)
+        grad_sum, norms_C = method.gradients(loss_of, params, batch_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
         return sums_P, norms_B.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
 
     num_parts = len(examples.ends_P)
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
     carry = (zeros_P, jnp.zeros(examples.size, jnp.float32))
-    return examples.fold(np.arange(num_parts), add_pass, carry)
+    return examples.scan_passes(np.arange(num_parts), add_pass, carry)
 
 
 def _multiply(
     loss_of: LossFn,
     params: PyTree,
     examples: _Examples,
-    estimator: str,
+    method: _Method,
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
@@ -250,66 +284,78 @@ def _multiply(
 
     The last two are zero outside the last third. Products are in units of `rms**2`.
     """
-    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
-    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
-    directions_3 = jax.tree.map(
-        lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_3
+    # The three means as weights of the thirds' sums: a row for each mean, a column for each third.
+    weights_13 = jnp.ones((1, 3), jnp.float32) / examples.count
+    weights_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
+    weights_33 = jnp.concatenate([weights_13, weights_23]) / rms
+    means_3 = jax.tree.map(
+        lambda sum_3: jnp.tensordot(weights_33, sum_3, 1, precision="highest"), sums_3
     )
-    _, product = _ESTIMATORS[estimator]
 
-    def multiply(parts_I, num_directions, products_3B):
-        rows = slice(num_directions)
-        directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
+    def multiply(parts_I, num_means, products_3B):
+        """Multiply the gradients of some thirds with the first `num_means` of the means."""
+        rows = slice(num_means)
+        directions_E = jax.tree.map(lambda leaf_3: leaf_3[rows], means_3)
 
         def multiply_pass(_, index_C, valid_C, batch_C, products_3B):
-            products = product(loss_of, params, batch_C, directions)
-            products = products.astype(jnp.float32) / rms
-            return products_3B.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
+            products_EC = method.products(loss_of, params, batch_C, directions_E)
+            products_EC = products_EC.astype(jnp.float32) / rms
+            products_EC = jnp.where(valid_C[None], products_EC, 0.0)
+            return products_3B.at[rows, index_C].add(products_EC)
 
-        return examples.fold(parts_I, multiply_pass, products_3B)
+        return examples.scan_passes(parts_I, multiply_pass, products_3B)
 
     products_3B = jnp.zeros((3, examples.size), jnp.float32)
-    return multiply(np.array([2]), 3, multiply(np.array([0, 1]), 1, products_3B))
+    products_3B = multiply(np.array([0, 1]), 1, products_3B)
+    return multiply(np.array([2]), 3, products_3B)
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
     """Resolve `auto` to `taps` if a loss names the parameter `tap_B`, else to `vmap`."""
     if estimator != "auto":
         return estimator
-    return "taps" if "tap_B" in inspect.signature(loss_fn).parameters else "vmap"
+    return "taps" if takes(loss_fn, "tap_B") else "vmap"
 
 
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
+    """Divide a batch into parts, and choose the number of examples in a pass."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(
             f"batch: leading axes {sorted(sizes)}, expected one size, at least {MIN_EXAMPLES}"
         )
     (size,) = sizes
-    parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-    # Choose the cheapest size of a pass. A pass over g examples costs about as much as g + 1
-    # examples.
-    limit = min(chunk_size or size, parts[-1])
-    cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
     t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
-    third = jnp.maximum(t // 3, 1)
+    if inner_products:
+        part_sizes = [size // 3, size // 3, size - 2 * (size // 3)]
+        third = jnp.maximum(t // 3, 1)
+        ends_P = jnp.minimum(jnp.stack([third, 2 * third, t]), t)
+    else:
+        part_sizes = [size]
+        ends_P = t[None]
+
+    def cost(group):  # a pass costs about as much as one example more
+        num_passes = sum(math.ceil(part_size / group) for part_size in part_sizes)
+        return (group + 1) * num_passes
+
+    largest = min(chunk_size or size, part_sizes[-1])
     return _Examples(
         batch_B=jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], batch),
-        group=min(cost, key=cost.__getitem__),
+        group=min(range(largest, 0, -1), key=cost),  # of equally cheap ones the largest
         count=t,
-        ends_P=jnp.minimum(jnp.stack([third, 2 * third, t]), t) if inner_products else t[None],
+        ends_P=ends_P,
     )
 
 
 def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
+    """Return the gradient of each example, float32 [C, ...]."""
     grads_C = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, batch_C)
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# The next two functions return the sum of the gradients of the valid examples of a pass, and the
-# norm of each gradient.
+# The next two functions are `_Method.gradients`. Leaves of `batch_C` are [C, 1, ...].
 
 
 def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
@@ -319,61 +365,67 @@ def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
 
 
 def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
-    batch_B = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)
-    size = len(valid_C)
-    is_reached = []
+    batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)
+    num_uses = 0  # of the tap, by layers of the loss
 
     @jax.custom_vjp
-    def watched(tap_B):
-        return tap_B
+    def watched(tap_C):
+        return tap_C
 
-    def backward(_, norms_B):
-        is_reached.append(True)  # runs while tracing, if the tap has a cotangent
-        return (norms_B,)
+    def forward(tap_C):
+        return tap_C, None
 
-    watched.defvjp(lambda tap_B: (tap_B, None), backward)
+    def backward(_, squares_C):
+        nonlocal num_uses
+        num_uses += 1  # runs while tracing, if the tap has a cotangent
+        return (squares_C,)
 
-    def loss(params, tap_B):
-        return loss_fn(params, batch_B, tap_B=watched(tap_B))
+    watched.defvjp(forward, backward)
 
-    tap_B, _ = varying_alike(jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32), params)
-    grad, norms_B = jax.grad(loss, argnums=(0, 1))(params, tap_B)
-    if not is_reached:
+    def loss(params, tap_C):
+        return loss_fn(params, batch, tap_B=watched(tap_C))
+
+    tap_C, _ = varying_alike(jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32), params)
+    mean_grad, squares_C = jax.grad(loss, argnums=(0, 1))(params, tap_C)
+    if num_uses == 0:
         raise ValueError(
             "loss_fn: takes the keyword tap_B without using it, so that it gives no gradient norms;"
             " hand it to the layers (`models.layers`), or use estimator='vmap'"
         )
     # The loss is a mean, so an example's gradient is `size` times its share of the mean gradient.
-    return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size * jnp.sqrt(
-        norms_B.astype(jnp.float32)
-    )
+    size = len(valid_C)
+    grad_sum = jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), mean_grad)
+    norms_C = size * jnp.sqrt(squares_C.astype(jnp.float32))
+    return grad_sum, norms_C
 
 
-# The next two functions return the inner products of directions [E, ...] with the gradients of the
-# examples of a pass: [E, C].
+# The next two functions are `_Method.products`.
 
 
 def _products_by_vmap(loss_fn, params, batch_C, directions_E):
     def product(leaf_E, leaf_C):
-        rows_E, rows_C = (leaf.reshape(len(leaf), -1) for leaf in (leaf_E, leaf_C))
+        rows_E = leaf_E.reshape(len(leaf_E), -1)
+        rows_C = leaf_C.reshape(len(leaf_C), -1)
         return jnp.matmul(rows_E, rows_C.T, precision="highest")
 
     grads_C = _example_grads(loss_fn, params, batch_C)
-    products = jax.tree.leaves(jax.tree.map(product, directions_E, grads_C))
-    return jnp.sum(jnp.stack(products), axis=0)
+    product_EC_of_leaves = jax.tree.leaves(jax.tree.map(product, directions_E, grads_C))
+    return jnp.sum(jnp.stack(product_EC_of_leaves), axis=0)
 
 
 def _products_by_jvp(loss_fn, params, batch_C, directions_E):
-    def slopes(direction):
+    def losses_C(params):
+        return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch_C)
+
+    def slopes_C(direction):
         tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
-        losses_of = jax.vmap(loss_fn, in_axes=(None, 0))
-        return jax.jvp(lambda p: losses_of(p, batch_C), (params,), (tangents,))[1]
+        _, slopes = jax.jvp(losses_C, (params,), (tangents,))
+        return slopes
 
-    return jax.vmap(slopes)(directions_E)
+    return jax.vmap(slopes_C)(directions_E)
 
 
-# For each estimator: the function for sums and norms, and the function for inner products.
-_ESTIMATORS: dict[str, tuple[Callable[..., tuple[PyTree, Array]], Callable[..., Array]]] = {
-    "vmap": (_gradients_by_vmap, _products_by_vmap),
-    "taps": (_gradients_by_taps, _products_by_jvp),
+_METHODS: dict[str, _Method] = {
+    "vmap": _Method(gradients=_gradients_by_vmap, products=_products_by_vmap),
+    "taps": _Method(gradients=_gradients_by_taps, products=_products_by_jvp),
 }

@@ -17,7 +17,7 @@ from adloco_jax.core.arguments import (
     checked_update,
     trainable_loss,
 )
-from adloco_jax.core.meshes import on_any_mesh, varying_alike
+from adloco_jax.core.meshes import like_argument_and_replicated, on_any_mesh, varying_alike
 from adloco_jax.core.types import (
     LossFn,
     Workers,
@@ -29,7 +29,8 @@ from adloco_jax.core.types import (
     with_trainable,
 )
 
-# Optimizer states that hold a copy of the parameters, which an outer update would not change.
+# Classes of optimizer states that hold a copy of the parameters, which an outer update would not
+# change.
 _KEEPS_PARAMS = (
     optax.LookaheadState,
     optax.contrib.SAMState,
@@ -37,7 +38,7 @@ _KEEPS_PARAMS = (
 )
 
 
-@on_any_mesh(lambda whole, result, workers, *_, **__: (workers, *[whole] * (len(result) - 1)))
+@on_any_mesh(like_argument_and_replicated)
 def inner_steps(
     workers: Workers,
     batch_TRB: PyTree,
@@ -86,31 +87,41 @@ def inner_steps(
     shape_TR = (num_micro_batches, num_workers)
     learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
     checked_key("key_TRB", key_TRB, loss_fn)
-    num_grads, flags_T = workers.num_grads, None
+    # For each micro-batch, whether it ends an update and how many gradients are then in the sum.
+    num_grads, accumulation_T = workers.num_grads, None
     if update_T is not None:
         if num_grads is None:
             raise ValueError("update_T: expected workers from start_round(..., accumulate=True)")
         num_grads, count_T = _count_grads(num_grads, update_T)
-        flags_T = (update_T, count_T)
+        accumulation_T = (update_T, count_T)
+
     value_and_grad = functools.partial(_value_and_grad, loss_fn, has_aux)
-    step = functools.partial(
-        _step,
-        functools.partial(_in_passes, value_and_grad, examples_per_pass),
-        checked_update(
-            "inner_tx", inner_tx, workers.inner_state_R, workers.params_R, refused=_KEEPS_PARAMS
-        ),
+    value_and_grad = functools.partial(_in_passes, value_and_grad, examples_per_pass)
+    transform = checked_update(
+        "inner_tx", inner_tx, workers.inner_state_R, workers.params_R, refused=_KEEPS_PARAMS
     )
+    step = functools.partial(_step, value_and_grad, transform)
 
     def run_worker(carry, inputs_T):
-        return lax.scan(step, carry, (*inputs_T, flags_T))
+        examples_T, learning_rate_T = inputs_T
+        return lax.scan(step, carry, (examples_T, learning_rate_T, accumulation_T))
 
     carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
     inputs_RT = _swap(((batch_TRB, key_TRB), learning_rate_TR))
     carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, sequential=sequential)
+
     params_R, state_R, grad_sum_R, finite_R = carry_R
+    workers = Workers(
+        params_R=params_R,
+        inner_state_R=state_R,
+        grad_sum_R=grad_sum_R,
+        num_grads=num_grads,
+        finite_R=finite_R,
+    )
     loss_TR, skipped_TR, aux_TR = _swap(measured_RT)
-    workers = Workers(params_R, state_R, grad_sum_R, num_grads, finite_R)
-    return workers, loss_TR, skipped_TR, *[aux_TR] * has_aux
+    if has_aux:
+        return workers, loss_TR, skipped_TR, aux_TR
+    return workers, loss_TR, skipped_TR
 
 
 def _value_and_grad(
@@ -118,30 +129,40 @@ def _value_and_grad(
 ) -> tuple[tuple[Array, PyTree], PyTree]:
     """Compute the loss of some examples and its gradient; return ((loss, aux), gradient)."""
     batch_B, key_B = inputs_B
-    key = {} if key_B is None else {"key": key_B[0]}
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
-    return jax.value_and_grad(loss_of, has_aux=True)(trainable(params), batch_B, **key)
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    if key_B is None:  # the loss may have no parameter `key`
+        return value_and_grad(trainable(params), batch_B)
+    return value_and_grad(trainable(params), batch_B, key=key_B[0])
 
 
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches."""
+    """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches.
+
+    `carry` is the worker: parameters, inner state, sum of gradients, whether the losses in it are
+    finite. `step` is the micro-batch: examples with their keys, learning rate, and either None or
+    (whether it ends an update, the number of gradients in the sum). Returns the carry and
+    (loss, whether the update was skipped, auxiliary output).
+    """
     params, state, grad_sum, is_finite = carry
-    inputs_B, learning_rate, flags = step
+    inputs_B, learning_rate, accumulation = step
     (loss, aux), grads = value_and_grad(params, inputs_B)
-    if flags is None:  # each micro-batch completes an update, so no sum of gradients is kept
-        *updated, skipped = _update(
+    if accumulation is None:  # each micro-batch ends an update, so no sum of gradients is kept
+        params, state, skipped = _update(
             transform, (params, state), grads, jnp.isfinite(loss), learning_rate
         )
-        return (*updated, grad_sum, is_finite), (loss, skipped, aux)
-    ends_update, count = flags
+        return (params, state, grad_sum, is_finite), (loss, skipped, aux)
+    ends_update, count = accumulation
     grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
     is_finite &= jnp.isfinite(loss)
 
     def end_update():
         mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
-        *updated, skipped = _update(transform, (params, state), mean, is_finite, learning_rate)
+        new_params, new_state, skipped = _update(
+            transform, (params, state), mean, is_finite, learning_rate
+        )
         zeros = jax.tree.map(jnp.zeros_like, grad_sum)
-        return (*updated, zeros, jnp.ones_like(is_finite)), skipped
+        return (new_params, new_state, zeros, jnp.ones_like(is_finite)), skipped
 
     def go_on():
         return (params, state, grad_sum, is_finite), jnp.zeros_like(is_finite)
@@ -157,7 +178,12 @@ def _update(
     is_finite: Array,
     learning_rate: Array | None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Apply an update of the inner optimizer, unless the loss or the gradient is not finite."""
+    """Apply an update of the inner optimizer, unless the loss or the gradient is not finite.
+
+    `before` has the parameters and the inner state, `is_finite` says it of the loss, and
+    `transform` is the optimizer's `update`. Returns both after the update, and whether it was
+    skipped.
+    """
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
 
@@ -186,20 +212,21 @@ def _in_passes(
 ) -> PyTree:
     """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples."""
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
-    most = min(limit or num_examples, num_examples)
-    size = max(n for n in range(1, most + 1) if num_examples % n == 0)
+    largest = min(limit or num_examples, num_examples)
+    size = max(n for n in range(1, largest + 1) if num_examples % n == 0)
     if size == num_examples:
         return value_and_grad(params, inputs_B)
     num_passes = num_examples // size
-    inputs_NB = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
+    passes_B = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
 
-    def add(total, inputs_B):
+    def add_pass(total, inputs_B):
         return jax.tree.map(jnp.add, total, value_and_grad(params, inputs_B)), None
 
-    one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], inputs_NB))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), one)
-    total, _ = lax.scan(add, zeros, inputs_NB)
-    return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
+    first_pass = jax.tree.map(lambda leaf: leaf[0], passes_B)
+    like = jax.eval_shape(value_and_grad, params, first_pass)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), like)
+    total, _ = lax.scan(add_pass, zeros, passes_B)
+    return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, like)
 
 
 def _map_workers(
@@ -226,6 +253,8 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
+    """Count the gradients in the sum: after the last micro-batch, and with each one, int32 [T]."""
+
     def count(num_grads, ends_update):
         num_grads += 1
         return jnp.where(ends_update, 0, num_grads), num_grads
@@ -248,7 +277,7 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Make AdamW with learning rate 1; `decay="matrices"` spares labels that end with "other"."""
 
-    def decays(params):
+    def decays(params):  # a tree of booleans
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
 
     return optax.adamw(

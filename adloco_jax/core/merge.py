@@ -1,6 +1,5 @@
 """Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3)."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -47,7 +46,8 @@ def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, 
     """Select the largest request, as the representative's, and the `width` - 1 smallest."""
     by_size = _smallest_first(trainers)
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
-    return _represented(trainers, [best, *[m for m in by_size if m != best][: width - 1]])
+    worst = [m for m in by_size if m != best][: width - 1]
+    return _represented(trainers, [best, *worst])
 
 
 MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
@@ -65,13 +65,18 @@ MERGE_POLICIES: dict[str, MergePolicy] = {
 
 
 def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
+    """Sort the positions of trainers by their requests; of equal ones the lower comes first."""
     return sorted(range(len(trainers)), key=lambda m: (trainers[m].requested_batch_size, m))
 
 
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
-    """Order the members of a merge: first the representative, then the others by position."""
+    """Order the members of a merge: first the representative, then the others by position.
+
+    The representative has the largest request; of several the lowest position.
+    """
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
-    return (first, *sorted(m for m in members if m != first))
+    others = sorted(m for m in members if m != first)
+    return (first, *others)
 
 
 def choose_merge(
@@ -121,19 +126,21 @@ def merge(
         )
     representative, absorbed = chosen[0], chosen[1:]
     survivors = [m for m in range(ensemble.num_trainers) if m not in absorbed]
+
+    # Who is masked out, and the others' shares.
     stacked = (ensemble.params_M, ensemble.outer_state_M, ensemble.average_M)
     finite_n = jnp.ones(len(chosen), bool)
     for leaf in jax.tree.leaves(stacked):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             member_n = leaf[chosen].reshape(len(chosen), -1)
-            is_equal = jnp.all(
-                member_n == member_n[:1], axis=0, keepdims=True
-            )  # an infinite value that all members share does no harm
+            # An infinite value that all members share does no harm.
+            is_equal = jnp.all(member_n == member_n[:1], axis=0, keepdims=True)
             finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
     share_n, usable_n = shares(weights_n, finite_n)
-    origin = jnp.argmax(usable_n)
+    origin = jnp.argmax(usable_n)  # the first member that is not masked out
 
     def merge_leaf(leaf_M):
+        """Write the members' mean at the representative's position; keep only the survivors."""
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             return leaf_M[np.array(survivors)]
         # Average differences from one member, so that equal members are reproduced exactly.
@@ -146,20 +153,24 @@ def merge(
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
     params_M, outer_state_M, average_M = jax.tree.map(merge_leaf, stacked)
-    # The trainer whose workers keep their inner states: the first member that is not masked out,
-    # normally the representative.
-    heir = jnp.asarray(chosen)[origin]
-    before = [chosen if m == representative else [m] for m in survivors]  # who became a survivor
-    workers = [[w for m in each for w in ensemble.workers[m]] for each in before]
-    source = np.concatenate(workers)
-    trainer_R = of_workers(ensemble.sizes)[source]
-    is_member_R = np.isin(trainer_R, chosen)
+
+    # The workers of each survivor, by their positions before the merge.
+    workers = []
+    for m in survivors:
+        joined_trainers = chosen if m == representative else [m]
+        workers.append([w for joined in joined_trainers for w in ensemble.workers[joined]])
     after = ensemble.replace(
         params_M=params_M,
         outer_state_M=outer_state_M,
         average_M=average_M,
-        sizes=tuple(map(len, workers)),
+        sizes=tuple(len(own) for own in workers),
     )
+
+    # The trainer whose workers keep their inner states: normally the representative.
+    heir = jnp.asarray(chosen)[origin]
+    source = np.concatenate(workers)
+    trainer_R = of_workers(ensemble.sizes)[source]
+    is_member_R = np.isin(trainer_R, chosen)
     stays_R = ~is_member_R | (trainer_R == heir)
     return after.replace(
         params_R=moved_params(after, source, ~is_member_R),
@@ -181,8 +192,9 @@ def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
             f" {ensemble.num_trainers} trainers"
         )
     workers = divide_workers(ensemble.workers, sizes)
-    new = [[-1] * (size - len(own)) for own, size in zip(workers, sizes, strict=True)]
-    return move_workers(ensemble, [own + more for own, more in zip(workers, new, strict=True)])
+    for own, size in zip(workers, sizes, strict=True):
+        own += [-1] * (size - len(own))  # new workers
+    return move_workers(ensemble, workers)
 
 
 @on_any_mesh(like_ensemble)
@@ -192,8 +204,10 @@ def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemb
     A worker that joins a trainer takes the mean inner state of the workers that were there (see
     `moved_states`), and the trainer's parameters if workers have their own.
     """
-    sizes, listed = tuple(map(len, workers)), np.concatenate(workers).astype(np.int64)
-    source, trainer_R = np.maximum(listed, 0), of_workers(sizes)
+    sizes = tuple(len(own) for own in workers)
+    listed = np.concatenate(workers).astype(np.int64)
+    source = np.maximum(listed, 0)  # of a new worker, which takes nothing from there, any
+    trainer_R = of_workers(sizes)
     stays_R = (listed >= 0) & (of_workers(ensemble.sizes)[source] == trainer_R)
     after = ensemble.replace(sizes=sizes)
     return after.replace(
@@ -226,11 +240,19 @@ def divide_workers(workers: Sequence[Sequence[int]], sizes: Sequence[int]) -> li
 
     Each trainer keeps its first ones. The rest, in ascending order, go to trainers that lack some.
     """
-    free = iter(sorted(w for own, size in zip(workers, sizes, strict=True) for w in own[size:]))
-    return [
-        sorted([*own[:size], *itertools.islice(free, max(size - len(own), 0))])
-        for own, size in zip(workers, sizes, strict=True)
-    ]
+    kept: list[list[int]] = []
+    free: list[int] = []
+    for own, size in zip(workers, sizes, strict=True):
+        kept.append([*own[:size]])
+        free += own[size:]
+    free.sort()
+
+    divided = []
+    for own, size in zip(kept, sizes, strict=True):
+        num_missing = size - len(own)
+        divided.append(sorted(own + free[:num_missing]))
+        free = free[num_missing:]
+    return divided
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
@@ -252,7 +274,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
     shares = [max(1, b * num_workers // total) for b in requested]
 
-    def shortfall(i):
+    def shortfall(i):  # how far a trainer is below its share; of equal ones the lower position
         return requested[i] * num_workers - shares[i] * total, -i
 
     while sum(shares) < num_workers:

@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -21,59 +21,109 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
     with automatic axes, and only its results' shardings are prescribed, where they divide evenly.
 
     Args:
-      shardings: `shardings(whole, result, *args, **kwargs)` returns a prefix of the result's tree.
-        `whole` is the replicated sharding, `result` has shapes and dtypes, and the arguments have
-        shardings in place of arrays.
+      shardings: `shardings(whole, result, *args, **kwargs)` returns a prefix of the result's tree,
+        such as `replicated` below. `whole` is the replicated sharding, `result` has shapes and
+        dtypes, and the function's arguments have shardings in place of arrays.
     """
-
-    def sharding_of(leaf):
-        return jax.typeof(leaf).sharding if isinstance(leaf, Array | np.ndarray) else None
-
-    def fitting(at, shape):
-        def divides(dim, axes):
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            return dim % math.prod(at.mesh.shape[name] for name in names) == 0
-
-        spec = [
-            axes if divides(dim, axes) else None
-            for dim, axes in zip(shape.shape, at.spec, strict=False)
-        ]
-        return NamedSharding(at.mesh, P(*spec))
 
     def decorate(function):
         @functools.wraps(function)
         def call(*args, **kwargs):
             leaves, structure = jax.tree.flatten((args, kwargs))
-            found = [sharding_of(leaf) for leaf in leaves]
-            meshes = [at.mesh for at in found if at is not None]
-            mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+            leaf_shardings = [_sharding_of(leaf) for leaf in leaves]
+            mesh = _explicit_mesh(leaf_shardings)
             if mesh is None:
                 return function(*args, **kwargs)
-            indices = [i for i, at in enumerate(found) if at is not None]
+            indices = [i for i, leaf in enumerate(leaf_shardings) if leaf is not None]
+            arrays = [jnp.asarray(leaves[i]) for i in indices]
 
-            def of_arrays(*arrays):
-                filled = dict(zip(indices, arrays, strict=True))
-                whole = [filled.get(i, leaf) for i, leaf in enumerate(leaves)]
-                args, kwargs = structure.unflatten(whole)
+            def call_with(*arrays):
+                values = list(leaves)
+                for i, array in zip(indices, arrays, strict=True):
+                    values[i] = array
+                args, kwargs = structure.unflatten(values)
                 return function(*args, **kwargs)
 
-            arrays = [jnp.asarray(leaves[i]) for i in indices]
-            shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays]
+            shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
             automatic = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
             with jax.sharding.use_abstract_mesh(automatic):
-                result = jax.eval_shape(of_arrays, *shapes)
-            at_args, at_kwargs = structure.unflatten(
-                leaf if at is None else NamedSharding(mesh, at.spec)
-                for leaf, at in zip(leaves, found, strict=True)
-            )
-            out = shardings(NamedSharding(mesh, P()), result, *at_args, **at_kwargs)
-            out = jax.tree.map(fitting, jax.tree.broadcast(out, result), result)
+                result = jax.eval_shape(call_with, *shapes)
+
+            in_place_of_arrays = list(leaves)
+            for i in indices:
+                in_place_of_arrays[i] = NamedSharding(mesh, leaf_shardings[i].spec)
+            sharding_args, sharding_kwargs = structure.unflatten(in_place_of_arrays)
+            whole = NamedSharding(mesh, P())
+            prefix = shardings(whole, result, *sharding_args, **sharding_kwargs)
+            wanted = jax.tree.broadcast(prefix, result)
+            out_sharding = jax.tree.map(_where_even, wanted, result)
             # Use `jit`: otherwise a result that depends on no argument is on one device only.
-            return jax.jit(jax.sharding.auto_axes(of_arrays, out_sharding=out))(*arrays)
+            return jax.jit(jax.sharding.auto_axes(call_with, out_sharding=out_sharding))(*arrays)
 
         return call
 
     return decorate
+
+
+def _sharding_of(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of an array, which has the abstract mesh; None if it is no array."""
+    if isinstance(leaf, Array | np.ndarray):
+        return jax.typeof(leaf).sharding
+    return None
+
+
+def _explicit_mesh(shardings: Sequence[NamedSharding | None]) -> AbstractMesh | None:
+    """Return the first mesh that has an explicit axis."""
+    for sharding in shardings:
+        if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+            return sharding.mesh
+    return None
+
+
+def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedSharding:
+    """Drop the mesh axes that do not divide the dimension which they shard."""
+    spec = []
+    for dim, axes in zip(result.shape, sharding.spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        num_shards = math.prod(sharding.mesh.shape[name] for name in names)
+        spec.append(axes if dim % num_shards == 0 else None)
+    return NamedSharding(sharding.mesh, P(*spec))
+
+
+# For `on_any_mesh`: where the results of a function are. The arguments of the function, of which
+# only the first matters, are ignored.
+
+
+def replicated(whole: NamedSharding, result: PyTree, *_: Any, **__: Any) -> PyTree:
+    """Replicate all results."""
+    return whole
+
+
+def like_argument(whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any):
+    """Shard the result like the function's first argument, which has the same tree."""
+    return argument
+
+
+def like_argument_and_replicated(
+    whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any
+) -> PyTree:
+    """Shard the first result like the function's first argument, and replicate the others."""
+    return (argument, *[whole] * (len(result) - 1))
+
+
+def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
+    """Shard a result like the argument `ensemble`, with its count of rounds replicated.
+
+    The result may have other trainers and workers than the argument, so `sizes` are its own.
+    """
+    everywhere = jax.tree.map(lambda _: whole, result)
+    return everywhere.replace(
+        params_M=ensemble.params_M,
+        outer_state_M=ensemble.outer_state_M,
+        inner_state_R=ensemble.inner_state_R,
+        params_R=ensemble.params_R,
+        average_M=ensemble.average_M,
+    )
 
 
 def varying_alike(*trees: PyTree) -> PyTree:
@@ -81,31 +131,24 @@ def varying_alike(*trees: PyTree) -> PyTree:
 
     Otherwise JAX sums the gradients of replicated parameters over devices.
     """
-    axes = [jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)]
-    every = frozenset().union(*axes)
+    all_axes = frozenset()
+    for leaf in jax.tree.leaves(trees):
+        all_axes |= jax.typeof(leaf).manual_axis_type.varying
 
     def vary(leaf):
-        lacking = tuple(every - jax.typeof(leaf).manual_axis_type.varying)
-        return jax.lax.pcast(leaf, lacking, to="varying") if lacking else leaf
+        missing = all_axes - jax.typeof(leaf).manual_axis_type.varying
+        if not missing:
+            return leaf
+        return jax.lax.pcast(leaf, tuple(missing), to="varying")
 
     return jax.tree.map(vary, trees)
 
 
 def refuse_in_shard_map(name: str) -> None:
     """Raise ValueError in `jax.shard_map`, where workers of several devices cannot be averaged."""
-    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
         raise ValueError(
             f"{name}: called in jax.shard_map over {', '.join(map(str, axes))}, where it does not"
             " average over devices; call it in jax.jit, with sharded arrays"
         )
-
-
-def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """Shard a result like the argument `ensemble`, with its count of rounds replicated."""
-    return jax.tree.map(lambda _: whole, result).replace(
-        params_M=ensemble.params_M,
-        outer_state_M=ensemble.outer_state_M,
-        inner_state_R=ensemble.inner_state_R,
-        params_R=ensemble.params_R,
-        average_M=ensemble.average_M,
-    )

@@ -26,7 +26,13 @@ from adloco_jax.core.arguments import (
 )
 from adloco_jax.core.compress import Precision, check_precision, pack, unpack
 from adloco_jax.core.inner import inner_steps
-from adloco_jax.core.meshes import on_any_mesh, refuse_in_shard_map
+from adloco_jax.core.meshes import (
+    like_argument,
+    like_argument_and_replicated,
+    on_any_mesh,
+    refuse_in_shard_map,
+    replicated,
+)
 from adloco_jax.core.types import (
     Ensemble,
     LossFn,
@@ -82,7 +88,8 @@ def by_trainers(
 
     `shares` says which workers count. Also returns whether a trainer has a usable worker, bool [M].
     """
-    weights_R = jnp.ones(sum(sizes), jnp.float32) if weights_R is None else weights_R
+    if weights_R is None:
+        weights_R = jnp.ones(sum(sizes), jnp.float32)
 
     def one_trainer(entries_W):
         usable_W, weights_W, difference_W = entries_W
@@ -106,7 +113,7 @@ OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 """
 
 
-@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
+@on_any_mesh(like_argument_and_replicated)
 def outer_step(
     ensemble: Ensemble,
     batch: PyTree,
@@ -178,14 +185,19 @@ def outer_step(
         update_T = (jnp.arange(num_updates * num_accum_steps) + 1) % num_accum_steps == 0
         if learning_rate_TR is not None:
             learning_rate_TR = jnp.repeat(learning_rate_TR, num_accum_steps, axis=0)
+    key_TRB = None
+    if key is not None:
+        key_TRB = _example_keys(key, ensemble.sizes, batch)
+
+    workers = start_round(ensemble, accumulate=num_accum_steps > 1)
     workers, *measured_TR = inner_steps(
-        start_round(ensemble, accumulate=num_accum_steps > 1),
+        workers,
         batch,
         loss_fn,
         inner_tx=inner_tx,
         learning_rate_TR=learning_rate_TR,
         update_T=update_T,
-        key_TRB=None if key is None else _example_keys(key, ensemble.sizes, batch),
+        key_TRB=key_TRB,
         has_aux=has_aux,
     )
     ensemble, pseudo_grad_norm_M = outer_update(
@@ -197,22 +209,38 @@ def outer_step(
         precision=precision,
         skip_single=skip_single,
     )
-    loss_SAR, skipped_SAR, *aux_SAR = jax.tree.map(
+
+    measured_SAR = jax.tree.map(
         lambda leaf: leaf.reshape(num_updates, num_accum_steps, *leaf.shape[1:]), measured_TR
     )
-    return ensemble, RoundMetrics(
+    aux_SR = None
+    if has_aux:
+        loss_SAR, skipped_SAR, aux_SAR = measured_SAR
+        aux_SR = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), aux_SAR)
+    else:
+        loss_SAR, skipped_SAR = measured_SAR
+    metrics = RoundMetrics(
         loss_SR=jnp.mean(loss_SAR, axis=1),
         skipped_SR=jnp.any(skipped_SAR, axis=1),
         pseudo_grad_norm_M=pseudo_grad_norm_M,
-        aux=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), aux_SAR[0]) if has_aux else None,
+        aux=aux_SR,
     )
+    return ensemble, metrics
 
 
-def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
-    pool = NamedSharding(whole.mesh, P(*spec[:1]))
-    shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
-    return Workers(*shardings)
+def _workers_shardings(whole: NamedSharding, result: Workers, ensemble: Ensemble, **_) -> Workers:
+    """Shard workers' parameters over the mesh axes of the first axis of their inner states."""
+    state_shardings = jax.tree.leaves(ensemble.inner_state_R)
+    workers_axes = state_shardings[0].spec[:1] if state_shardings else ()
+    by_workers: Any = NamedSharding(whole.mesh, P(*workers_axes))
+    count: Any = whole
+    return Workers(
+        params_R=by_workers,
+        inner_state_R=ensemble.inner_state_R,
+        grad_sum_R=by_workers,
+        num_grads=count,
+        finite_R=by_workers,
+    )
 
 
 @on_any_mesh(_workers_shardings)
@@ -251,7 +279,7 @@ def start_round(
     return workers
 
 
-@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
+@on_any_mesh(like_argument_and_replicated)
 def outer_update(
     ensemble: Ensemble,
     workers: Workers,
@@ -306,14 +334,14 @@ def outer_update(
     return ensemble.replace(inner_state_R=workers.inner_state_R), norm_M
 
 
-@on_any_mesh(lambda whole, _, average_M, *args: average_M)
+@on_any_mesh(like_argument)
 def running_average(
     average_M: PyTree, params_M: PyTree, share_M: Float[Array, " M"] | Sequence[float]
 ) -> PyTree:
     """Move each trainer's average to its parameters after a round, in their dtype.
 
-    `share_M`, 0 to 1, is the share of the old average: 0 gives `params_M`, 1 the old average. With
-    the smaller of `keep` and 1 - 1 / n after round n, the average is the plain mean of the first
+    `share_M`, 0 to 1, is the share of the old average: 0 gives `params_M`, 1 the old average. If
+    it is 1 - 1 / n after round n, up to a limit, the average is the plain mean of the first
     rounds, and then exponential; the initial parameters do not enter. Leaves that are not floats
     are those of `params_M`.
     """
@@ -338,7 +366,7 @@ class Differences(NamedTuple):
     usable_R: Bool[Array, " R"]  # whether a worker's difference is finite
 
 
-@on_any_mesh(lambda whole, result, *args, **kwargs: jax.tree.map(lambda _: whole, result))
+@on_any_mesh(replicated)
 def pack_differences(
     ensemble: Ensemble,
     workers: Workers,
@@ -355,7 +383,7 @@ def pack_differences(
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
     """
     check_precision(precision)
-    chosen_R = _are_single(ensemble) if single_R is None else np.array(single_R)
+    is_single_R = _are_single(ensemble) if single_R is None else np.array(single_R)
 
     def subtract(start_R, end_R):
         # Cast after the subtraction: a float64 update may be smaller than the spacing of float32.
@@ -367,13 +395,15 @@ def pack_differences(
     difference_R = jax.tree.map(subtract, start_R, end_R)
     # Check the reversed difference: XLA would store a difference that has two uses.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
-    if precision == "float32" or chosen_R.all():
+    if precision == "float32" or is_single_R.all():
         return Differences(difference_R, None, usable_R)
-    exact_W = jax.tree.map(lambda leaf: leaf[chosen_R], difference_R) if chosen_R.any() else None
+    exact_W = None
+    if is_single_R.any():
+        exact_W = jax.tree.map(lambda leaf: leaf[is_single_R], difference_R)
     return Differences(pack(difference_R, precision), exact_W, usable_R)
 
 
-@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
+@on_any_mesh(like_argument_and_replicated)
 def apply_differences(
     ensemble: Ensemble,
     differences: Differences,
@@ -398,7 +428,6 @@ def apply_differences(
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
     refuse_in_shard_map("outer_update")
-    sizes = ensemble.sizes
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     factor_R = checked_factors("factor_R", factor_R, (ensemble.num_workers,))
     transform = checked_update(
@@ -409,9 +438,13 @@ def apply_differences(
         refused=(optax.LookaheadState,),
     )
     check_precision(precision)
-    single_M, single_R = np.array(sizes) == 1, _are_single(ensemble)
+    sizes = ensemble.sizes
+    single_M = np.array(sizes) == 1
+    single_R = _are_single(ensemble)
     if single_R.all():
         precision = "float32"  # each trainer has one worker: nothing is sent
+
+    # What the workers sent.
     start_M = trainable(ensemble.params_M)
     like_R = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((sum(sizes), *leaf.shape[1:]), jnp.float32), start_M
@@ -426,6 +459,8 @@ def apply_differences(
             lambda leaf: leaf * factor_R.reshape((-1,) + (1,) * (leaf.ndim - 1)), difference_R
         )
     usable_R = reduce_scatter(differences.usable_R)
+
+    # The pseudo-gradients, and the outer optimizer's updates.
     pseudo_grad_M, is_usable_M = by_trainers(
         difference_R, sizes, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
@@ -438,10 +473,14 @@ def apply_differences(
         updates_M = where_leading(single_M, as_is_M, updates_M)
         outer_state_M = where_leading(single_M, ensemble.outer_state_M, outer_state_M)
     if precision != "float32":
-        updates_M = _send(updates_M, single_M, precision, all_gather)
+        updates_M = _quantised_if_sent(updates_M, single_M, precision, all_gather)
+
+    # The trainers after the round; one without a finite pseudo-gradient does not change.
     end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)
     params_M = with_trainable(ensemble.params_M, where_leading(is_usable_M, end_M, start_M))
-    params_R = None if ensemble.params_R is None else to_workers(params_M, sizes)
+    params_R = None
+    if ensemble.params_R is not None:
+        params_R = to_workers(params_M, sizes)
     ensemble = ensemble.replace(
         params_M=params_M,
         params_R=params_R,
@@ -463,35 +502,49 @@ def add_packed(params_M: PyTree, packed_M: PyTree, precision: Precision) -> PyTr
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
+    """Return whether each worker is its trainer's only one, bool [R]."""
     return np.repeat(np.array(ensemble.sizes) == 1, ensemble.sizes)
 
 
 def _are_finite(tree_X: PyTree) -> Array:
-    leaves = jax.tree.leaves(tree_X)
-    found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
-    return functools.reduce(jnp.logical_and, found)
+    """Return whether all leaves [X, ...] are finite at each index of the first axis, bool [X]."""
+    finite_X_of_leaves = [
+        jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)))
+        for leaf in jax.tree.leaves(tree_X)
+    ]
+    return functools.reduce(jnp.logical_and, finite_X_of_leaves)
 
 
-def _send(
-    tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
+def _quantised_if_sent(
+    updates_M: PyTree,
+    single_M: np.ndarray,
+    precision: Precision,
+    all_gather: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
-    if not single_X.any():
-        return arrived_X
-    return jax.tree.map(lambda leaf, own: leaf.at[single_X].set(own[single_X]), arrived_X, tree_X)
+    """Pack and unpack the updates of trainers; those with a single worker send nothing."""
+    arrived_M = unpack(all_gather(pack(updates_M, precision)), updates_M, precision)
+    if not single_M.any():
+        return arrived_M
+
+    def keep_single(arrived, exact):
+        return arrived.at[single_M].set(exact[single_M])
+
+    return jax.tree.map(keep_single, arrived_M, updates_M)
 
 
 def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
     """Make a random key for each example of a batch: [T, R, B]."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
-    position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
-    trainer_R, worker_R = of_workers(sizes), np.arange(num_R)
-    return fold_in_each(key, trainer_R[None, :, None], worker_R[None, :, None], position_TRB)
+    trainer_R = of_workers(sizes)
+    worker_R = np.arange(num_R)
+    position_T1B = np.arange(num_T * num_B).reshape(num_T, 1, num_B)  # in the worker's round
+    return fold_in_each(key, trainer_R[None, :, None], worker_R[None, :, None], position_T1B)
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
     """Split the batches of updates into micro-batches: [S, R, A*B, ...] -> [S*A, R, B, ...]."""
-    num_updates, num_workers, examples = leaf.shape[:3]
-    shape = num_workers, num_accum_steps, examples // num_accum_steps, *leaf.shape[3:]
-    leaf = jnp.moveaxis(leaf.reshape(num_updates, *shape), 2, 1)
-    return leaf.reshape(num_updates * num_accum_steps, num_workers, *shape[2:])
+    num_updates, num_workers, num_examples, *rest = leaf.shape
+    size = num_examples // num_accum_steps
+    leaf_SRAB = leaf.reshape(num_updates, num_workers, num_accum_steps, size, *rest)
+    leaf_SARB = jnp.moveaxis(leaf_SRAB, 2, 1)
+    return leaf_SARB.reshape(num_updates * num_accum_steps, num_workers, size, *rest)

@@ -9,6 +9,7 @@
   N  layers                              V  vocabulary
 
 An array's name ends with its axes (`tokens_SRBL`), a pytree's with the first axes of its leaves.
+In helpers W are the workers of one trainer, and X is any first axis, such as M or R.
 """
 
 import functools
@@ -120,19 +121,23 @@ class GradientStats(struct.PyTreeNode):
     def __repr__(self) -> str:
         if isinstance(self.scale, jax.core.Tracer) or np.shape(self.scale) != ():
             return f"GradientStats({described(self.scale)} in each field)"
-        names = ("num_examples", "noise", "signal")
-        numbers = (f"{name}={float(getattr(self, name)):.4g}" for name in names)
-        return f"GradientStats({', '.join(numbers)})"
+        return (
+            f"GradientStats(num_examples={float(self.num_examples):.4g},"
+            f" noise={float(self.noise):.4g}, signal={float(self.signal):.4g})"
+        )
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
         """Return the same statistics with the sums in units of another scale."""
-        ratio = self.scale / (scale + (scale == 0))
-        linear = {
-            name: getattr(self, name) * ratio
-            for name in ("noise_sum", "signal_sum", "plugin_orth_sum")
-        }
-        squared = {name: getattr(self, name) * ratio**2 for name in ("ip_sum", "plugin_ip_sum")}
-        return self.replace(scale=scale, **linear, **squared)
+        is_zero = scale == 0
+        ratio = self.scale / (scale + is_zero)  # 0 if both scales are 0
+        return self.replace(
+            scale=scale,
+            noise_sum=self.noise_sum * ratio,
+            signal_sum=self.signal_sum * ratio,
+            plugin_orth_sum=self.plugin_orth_sum * ratio,
+            ip_sum=self.ip_sum * ratio**2,
+            plugin_ip_sum=self.plugin_ip_sum * ratio**2,
+        )
 
     @property
     def noise(self) -> Array | np.ndarray:
@@ -192,27 +197,28 @@ def without_state(params: PyTree) -> PyTree:
     updates. Batch statistics, of Linen or NNX, are no function of the parameters.
     """
 
-    def kinds(node):
-        return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.")}
+    def flax_classes(node):
+        classes = type(node).__mro__
+        return {kind.__name__ for kind in classes if kind.__module__.startswith("flax.")}
 
     def is_variable(node):
-        return "Variable" in kinds(node) and "Param" not in kinds(node)
+        """Whether a node is a variable of NNX that is no parameter."""
+        return "Variable" in flax_classes(node) and "Param" not in flax_classes(node)
 
     for path, node in jax.tree.leaves_with_path(params, is_leaf=is_variable):
         where = f"params{jax.tree_util.keystr(path)}"
-        if "RngState" in kinds(node) or (not is_variable(node) and is_key(node)):
+        is_random = "RngState" in flax_classes(node)
+        if is_random or (not is_variable(node) and is_key(node)):
             raise ValueError(
                 f"{where}: random state, which would give all workers and updates the same numbers;"
                 " leave it out (nnx.split(model, nnx.Param, ...)), and let loss_fn take `key`"
             )
         in_linen = any(getattr(part, "key", None) == "batch_stats" for part in path)
-        floats = [
-            leaf for leaf in jax.tree.leaves(node) if jnp.issubdtype(leaf.dtype, jnp.floating)
-        ]
-        if floats and (in_linen or is_variable(node)):
+        has_floats = any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(node))
+        if has_floats and (in_linen or is_variable(node)):
+            kind = "batch_stats" if in_linen else type(node).__name__
             raise ValueError(
-                f"{where}: state that the model changes"
-                f" ({'batch_stats' if in_linen else type(node).__name__}), not a parameter; a model"
+                f"{where}: state that the model changes ({kind}), not a parameter; a model"
                 " must be a function of its parameters alone: replace batch by layer normalisation"
             )
     return params
@@ -223,8 +229,9 @@ def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 
-# What a name in a parameter's path says about it, without a number at its end; the first counts.
-_NAMES = {
+# The label of a parameter by a name in its path, such as "norm" of norm_2/scale, without a number
+# at its end. The first label counts of which a pattern fits.
+_PATTERNS = {
     "other": r"\w*norm\w*|ln\w*|\w*bias|scale|gain",
     "head": r"(lm_?|output_)?head|unembed\w*|logits|classifier",
     "embedding": r"\w*embed\w*|(\w*_)?emb|wte|wpe",
@@ -237,32 +244,41 @@ def label_by_name(
     """Label parameters: "embedding" and "head" by their names, other leaves with two axes "matrix".
 
     Norms, biases and leaves with fewer axes are "other". `known(path, leaf)` may label a leaf
-    before. Raises ValueError if a leaf has more axes, which may count layers, or if it may be an
-    embedding or the head: there is no embedding, or it has the shape of one.
+    before; None leaves it to its name. Raises ValueError if a leaf has more axes, which may count
+    layers, or if it may be an embedding or the head: there is no embedding, or it has the shape of
+    one.
     """
 
-    def by_name(path, leaf):
-        if label := known(path, leaf):
-            return label
-        names = jax.tree_util.keystr(path, simple=True, separator="/").lower().split("/")
-        names = [re.sub(r"(?<=\w)_?\d+$", "", name) for name in names]
-        found = (
-            kind for kind, own in _NAMES.items() if any(re.fullmatch(own, name) for name in names)
-        )
-        return next(found, "other" if leaf.ndim < 2 else "")
+    def path_name(path):
+        return jax.tree_util.keystr(path, simple=True, separator="/")
 
-    labels = jax.tree.map_with_path(by_name, params)
+    def label_one(path, leaf):
+        label = known(path, leaf)
+        if label:
+            return label
+        names = [re.sub(r"(?<=\w)_?\d+$", "", part) for part in path_name(path).lower().split("/")]
+        for label, pattern in _PATTERNS.items():
+            if any(re.fullmatch(pattern, name) for name in names):
+                return label
+        return "other" if leaf.ndim < 2 else ""  # "": a matrix, if it has no embedding's shape
+
+    labels = jax.tree.map_with_path(label_one, params)
     named = list(zip(jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True))
-    tables = {leaf.shape for (_, leaf), label in named if label.endswith("embedding")}
-    tables |= {shape[::-1] for shape in tables}
-    unclear = [
-        f"{jax.tree_util.keystr(path, simple=True, separator='/')} {list(leaf.shape)}"
-        for (path, leaf), label in named
-        if not label and (leaf.ndim != 2 or not tables or leaf.shape in tables)
-    ]
+    embedding_shapes = set()
+    for (_, leaf), label in named:
+        if label.endswith("embedding"):
+            embedding_shapes |= {leaf.shape, leaf.shape[::-1]}
+    unclear = []
+    for (path, leaf), label in named:
+        is_matrix = leaf.ndim == 2 and embedding_shapes and leaf.shape not in embedding_shapes
+        if not label and not is_matrix:
+            unclear.append(f"{path_name(path)} {list(leaf.shape)}")
     if unclear:
+        leaves = ", ".join(unclear[:3])
+        if len(unclear) > 3:
+            leaves += " and others"
         raise ValueError(
-            f"names do not say what {', '.join(unclear[:3])}{' and others' * (len(unclear) > 3)}"
+            f"names do not say what {leaves}"
             " is; give label_params, a function that labels each parameter matrix (of a hidden"
             " layer), embedding, head or other, with stacked_ before it if the first axis counts"
             " layers"
@@ -318,10 +334,12 @@ def init(
     Source: AdLoCo algorithm 1, lines 1-3.
     """
     if sizes is None:
-        trainers = max(num_trainers, 1)
-        sizes = np.diff([-(-m * num_workers // trainers) for m in range(trainers + 1)])
-    sizes = tuple(map(int, sizes))
-    if (len(sizes), sum(sizes)) != (num_trainers, num_workers) or 0 in sizes:
+        trainers = max(num_trainers, 1)  # zero trainers are refused below
+        # Trainer m's workers end at the fraction m / M of the pool, rounded up.
+        ends = [-(-m * num_workers // trainers) for m in range(trainers + 1)]
+        sizes = np.diff(ends)
+    sizes = tuple(int(size) for size in sizes)
+    if len(sizes) != num_trainers or sum(sizes) != num_workers or 0 in sizes:
         raise ValueError(
             f"sizes={sizes}: expected the workers, at least one, of each of num_trainers="
             f"{num_trainers}, together num_workers={num_workers}"
@@ -386,7 +404,8 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
-    if sub.sizes != (taken := tuple(ensemble.sizes[m] for m in chosen)):
+    taken = tuple(ensemble.sizes[m] for m in chosen)
+    if sub.sizes != taken:
         raise ValueError(f"sub has trainers of {sub.sizes} workers, expected {taken}, as taken")
 
     def write(tree, index, part):
@@ -419,16 +438,23 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, sizes: Se
 
     Neighbours with equally many workers share one `vmap`: no padding, and memory grows with R.
     """
-    parts, first = [], 0
-    for size, run in itertools.groupby(sizes):
-        count = len(list(run))
 
-        def split(leaf, rows=slice(first, first + count * size), shape=(count, size)):
-            return leaf[rows].reshape(*shape, *leaf.shape[1:])
+    def call_on_neighbours(first, num_trainers, size):
+        def split(leaf_R):
+            leaf = leaf_R[first : first + num_trainers * size]
+            return leaf.reshape(num_trainers, size, *leaf.shape[1:])
 
-        parts.append(jax.vmap(function)(jax.tree.map(split, tree_R)))
+        return jax.vmap(function)(jax.tree.map(split, tree_R))
+
+    results = []
+    first = 0  # position of the neighbours' first worker
+    for size, neighbours in itertools.groupby(sizes):
+        count = len(list(neighbours))
+        results.append(call_on_neighbours(first, count, size))
         first += count * size
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
+    if len(results) == 1:
+        return results[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
@@ -449,8 +475,8 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
     chosen_X = jnp.where(any_weight, weighted_X, usable_X)
-    # Smaller units keep the sum of large weights finite. Dividing by the largest weight would need
-    # two divisions, which XLA merges into one division by an infinite product.
+    # Smaller units keep the sum of large weights finite; 2**-64 loses no bits. Dividing by the
+    # largest weight would need two divisions, which XLA merges into one by an infinite product.
     unit = jnp.where(jnp.any(weighted_X & (weights_X > 1)), 2.0**-64, 1.0)
     relative_X = jnp.where(any_weight, weights_X * unit, 1.0)
     share_X = jnp.where(chosen_X, relative_X, 0.0)
@@ -470,16 +496,18 @@ def norms(tree_X: PyTree) -> Array:
     Not finite if a value is not. The derivative of a zero norm is zero.
     """
     leaves_X = _as_float32(tree_X)
-    peaks = [
+    # The squares are of values in units of the largest one.
+    peak_X_of_leaves = [
         jnp.max(jnp.abs(leaf_X), axis=tuple(range(1, leaf_X.ndim)), initial=0.0)
         for leaf_X in leaves_X
     ]
-    peak_X = lax.stop_gradient(functools.reduce(jnp.maximum, peaks))
+    peak_X = lax.stop_gradient(functools.reduce(jnp.maximum, peak_X_of_leaves))
     peak_X = jnp.where((peak_X > 0) & jnp.isfinite(peak_X), peak_X, 1.0)
     square_X = sum(
         _sum_entries(jnp.square(leaf_X / peak_X.reshape((-1,) + (1,) * (leaf_X.ndim - 1))))
         for leaf_X in leaves_X
     )
+    # The derivative of sqrt at zero is infinite, even where the result is not taken.
     root_X = jnp.sqrt(jnp.where(square_X > 0, square_X, 1.0))
     return peak_X * jnp.where(square_X > 0, root_X, square_X)
 
@@ -489,6 +517,7 @@ def _as_float32(tree: PyTree) -> list[Array]:
 
 
 def _sum_entries(leaf_X: Array) -> Array:
+    """Sum over all axes but the first."""
     return jnp.sum(leaf_X, axis=tuple(range(1, leaf_X.ndim)))
 
 
@@ -536,14 +565,16 @@ def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) ->
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
     """Return positions as int64; ValueError unless distinct, below `size`, and at least one."""
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
-    distinct = {*chosen.tolist()}
-    if not distinct or len(distinct) < len(chosen) or not distinct <= {*range(size)}:
+    is_distinct = len(set(chosen.tolist())) == len(chosen)
+    is_inside = all(0 <= position < size for position in chosen.tolist())
+    if len(chosen) == 0 or not is_distinct or not is_inside:
         need = f"expected distinct positions below {size}, at least one"
         raise ValueError(f"{name}: {need}; got {chosen.tolist()}")
     return chosen
 
 
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
+    """Return the positions of trainers' workers in arrays [R, ...], trainer by trainer."""
     return np.concatenate([ensemble.workers[m] for m in trainers])
 
 

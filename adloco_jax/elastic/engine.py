@@ -443,7 +443,7 @@ class ElasticEngine:
         differences, weights = [], []
         for worker_id in worker_ids:
             if worker_id in each.counted:
-                _, num_sequences, _ = each.spent(worker_id)
+                num_sequences = each.spent(worker_id).num_sequences
                 differences.append(each.counted[worker_id].differences)
                 weights.append(num_sequences)
             else:

@@ -12,7 +12,7 @@ from adloco_jax.elastic.formats import Refused, Request, check_form
 from adloco_jax.elastic.learner import Response, response_form
 from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import ProgramSpec
-from adloco_jax.loop.control import RoundPlan
+from adloco_jax.loop.control import RoundPlan, Work
 from adloco_jax.settings import EngineSettings
 
 _MOST_S = 1e12  # seconds that a learner may say it took
@@ -93,23 +93,22 @@ class RoundRecord:
         self.factors = {w: most / norm for w, norm in per_update.items() if norm > most}
         return [min(norm, most) for norm in per_update.values()]
 
-    def spent(self, worker_id: int) -> tuple[int, int, int]:
-        """Return a counted response's updates, its sequences, and those of made updates."""
+    def spent(self, worker_id: int) -> Work:
+        """Return what a worker did whose response counts."""
         skipped_SR = self.counted[worker_id].skipped_SR
         num_updates = len(skipped_SR)
         num_made = num_updates - int(skipped_SR.sum())
         sequences = self.request.sequences
-        return num_updates, sequences(num_updates), sequences(num_made)
+        return Work(
+            num_updates=num_updates,
+            num_sequences=sequences(num_updates),
+            num_learned=sequences(num_made),
+        )
 
     @property
     def useful(self) -> set[int]:
         """The workers whose responses count, and have not skipped all their updates."""
-        found = set()
-        for worker_id in self.counted:
-            _, _, num_made_sequences = self.spent(worker_id)
-            if num_made_sequences:
-                found.add(worker_id)
-        return found
+        return {worker_id for worker_id in self.counted if self.spent(worker_id).num_learned}
 
     def outcome(self, worker_ids: Sequence[int], norm: float) -> Outcome:
         """Collect losses (NaN if a response does not count) and skips (all if it is not finite)."""

@@ -142,27 +142,30 @@ def adloco(
         state, boundary = engine.round(state, decide)  # 4.4; algorithm 1, lines 5 to 16
         if not state.control.trainers:
             raise Diverged(state, boundary)
-        changes, merging = [*boundary.changes], []
+        changes = [*boundary.changes]
         advanced = state.control.round > before.round
         done = settings.share_done(state.control.round, state.control.tokens_total)
         if done >= 1:
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
         state = with_average(state, before, settings.outer.average)  # not in the paper
+
+        members: tuple[int, ...] = ()
         if advanced and merge_due(state.control, settings.merge, done):
             losses = guard_losses(state, engine)
-            members = choose_members(
-                state.control, losses, settings.merge
-            )  # algorithm 2, CheckMerge
+            # Algorithm 2, CheckMerge.
+            members = choose_members(state.control, losses, settings.merge)
             if members:  # algorithm 3, DoMerge
-                state, merging = merge_trainers(state, members, losses, settings.merge, engine)
-                changes += merging
+                state, merged = merge_trainers(state, members, losses, settings.merge, engine)
+                changes += merged
+
         joining = joining_workers(state.control, settings.ensemble, done)  # not in the paper
-        for trainer, size in joining:
+        for trainer, num_workers in joining:
             state, spawned = spawn_workers(
-                state, trainer, size, settings.ensemble, engine, merged_now=bool(merging)
+                state, trainer, num_workers, settings.ensemble, engine, merged_now=bool(members)
             )
             changes.append(spawned)
+
         for observer in observers:
             observer(state, boundary._replace(changes=changes, advanced=advanced))
     return state
@@ -174,15 +177,17 @@ _running_average = jax.jit(running_average, donate_argnums=0)
 def with_average(state: State, before: Control, average: float) -> State:
     """Update the running averages of the trainers that completed a round since `before`.
 
-    `average` is the share of the old; 0: off.
+    `average` is the largest share of the old average; 0: off. In the first rounds the share is
+    smaller, so that the average is their plain mean (`core.outer.running_average`).
     """
     ensemble, control = state
     if not average:
         return state
-    share_M = np.ones(len(control.trainers), np.float32)  # trainers that are still in a round
+    share_M = np.ones(len(control.trainers), np.float32)  # 1: a trainer is still in a round
     for position, m in enumerate(control.trainers):
-        if (done := control.rounds_of(m)) > before.rounds_of(m):
-            share_M[position] = min(average, 1 - 1 / done)
+        num_rounds = control.rounds_of(m)
+        if num_rounds > before.rounds_of(m):
+            share_M[position] = min(average, 1 - 1 / num_rounds)
     average_M = _running_average(ensemble.average_M, ensemble.params_M, share_M)
     return State(ensemble.replace(average_M=average_M), control)
 
@@ -194,13 +199,18 @@ def start(
     *,
     whole_pool: bool = False,
 ) -> Control:
-    """Return the host's data before the first round, perhaps with the workers that join later."""
-    first, streams = batching.initial_batch_size, itertools.count()
+    """Return the host's data before the first round.
+
+    With `whole_pool`, trainers also have the workers that join later.
+    """
+    trainers = {}
+    num_streams = 0
+    for m, size in enumerate(ensemble.sizes(whole_pool=whole_pool)):
+        streams = [*range(num_streams, num_streams + size)]
+        trainers[m] = Trainer(batching.initial_batch_size, streams)
+        num_streams += size
     return Control(
-        trainers={
-            m: Trainer(first, [*itertools.islice(streams, size)])
-            for m, size in enumerate(ensemble.sizes(whole_pool=whole_pool))
-        },
+        trainers=trainers,
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,
     )
@@ -211,14 +221,16 @@ def merge_due(control: Control, merge: MergeSettings, done: float) -> bool:
 
     `done` is the fraction of the run that is done.
     """
-    is_round = control.round % merge.every_rounds == 0 < control.round
-    return merge.policy != "none" and is_round and done < 1 and len(control.trainers) > 1
+    if merge.policy == "none" or len(control.trainers) < 2 or done >= 1:
+        return False
+    return control.round > 0 and control.round % merge.every_rounds == 0
 
 
 def guard_losses(state: State, engine: Engine) -> dict[int, float]:
     """Return the loss of each trainer on the guard rows, in nats/token."""
     trainers = [*state.control.trainers]
-    return dict(zip(trainers, engine.losses(state, [{m: 1.0} for m in trainers]), strict=True))
+    losses = engine.losses(state, [{m: 1.0} for m in trainers])
+    return dict(zip(trainers, losses, strict=True))
 
 
 def choose_members(
@@ -226,10 +238,9 @@ def choose_members(
 ) -> tuple[int, ...]:
     """Choose the trainers to merge, the representative first (CheckMerge); empty: none."""
     ids = [*control.trainers]
-    candidates = [
-        Candidate(trainer.demand, guard_losses[m], trainer.rounds)
-        for m, trainer in control.trainers.items()
-    ]
+    candidates = []
+    for m, trainer in control.trainers.items():
+        candidates.append(Candidate(trainer.demand, guard_loss=guard_losses[m], age=trainer.rounds))
     chosen = MERGE_POLICIES[rule.policy](candidates, width=rule.width)
     return tuple(ids[position] for position in chosen)
 
@@ -253,16 +264,27 @@ def merge_trainers(
     state, changes = engine.flush(state, members)
     if changes:
         losses = guard_losses(state, engine)
+
+    # Try the merge on the guard rows.
     weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
     (after,) = engine.losses(state, [dict(zip(members, weights, strict=True))])
     barrier = after - float(np.average(before, weights=weights))
-    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier
+    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier  # so is a NaN
+
     num_joining = 0
-    if not (refused and rule.on_refusal == "keep"):
-        shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
-        state, num_joining, flushed = _add_workers(state, members, shares, engine, refused=refused)
+    if not refused:
+        state, num_joining, flushed = _merge_and_divide(
+            state, members, weights, engine, refused=False
+        )
         changes += flushed
+    elif rule.on_refusal == "retire":
+        as_it_was = [1.0] + [0.0] * (len(members) - 1)  # the representative's parameters alone
+        state, num_joining, flushed = _merge_and_divide(
+            state, members, as_it_was, engine, refused=True
+        )
+        changes += flushed
+
     cost = merge_cost(
         engine.state_bytes, num_absorbed=len(members) - 1, num_joining=num_joining, refused=refused
     )
@@ -283,19 +305,24 @@ def merge_trainers(
     else:
         event["requested_batch_size"] = control.trainers[members[0]].requested_batch_size
         event["workers"] = dict(zip(control.trainers, control.sizes, strict=True))
-        merge = {name: event[name] for name in ("round", "members", "into")}
+        merge = {"round": control.round, "members": [*members], "into": members[0]}
         control = dataclasses.replace(control, merges=[*control.merges, merge])
     return State(state.ensemble, control), [*changes, event]
 
 
-def _add_workers(
+def _merge_and_divide(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into the first of them, and divide the workers again."""
+    """Merge the members into the first of them, and divide the workers again.
+
+    Returns the state, the number of workers that change their trainer, and the flushes' lines.
+    """
     changed = after_merge(state.control, members, refused=refused)
-    new = changed.trainer_of
-    left = [old for stream, old in state.control.trainer_of.items() if new[stream] != old]
-    state, flushed = engine.flush(state, sorted(set(left)))  # the trainers that workers leave
+    left = []  # the trainers that workers leave, once for each of these workers
+    for stream, trainer in state.control.trainer_of.items():
+        if changed.trainer_of[stream] != trainer:
+            left.append(trainer)
+    state, flushed = engine.flush(state, sorted(set(left)))
     control = dataclasses.replace(state.control, trainers=changed.trainers)
     ensemble = engine.merge(state, members, weights, control)
     return State(ensemble, control), len(left), flushed
@@ -310,7 +337,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     """
     changed = copy.deepcopy(control)
     merged = [changed.trainers[m] for m in members]
-    into, *absorbed = merged
+    into, absorbed = merged[0], merged[1:]
     if not refused:
         largest = max(merged, key=lambda trainer: trainer.demand)
         into.requested_batch_size = largest.requested_batch_size
@@ -318,10 +345,11 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
         into.smoothing = _mean_smoothing([t.smoothing for t in merged])
     into.streams += sorted(stream for trainer in absorbed for stream in trainer.streams)
     changed.trainers = {m: t for m, t in changed.trainers.items() if m not in members[1:]}
-    trainers = changed.trainers.values()
-    sizes = allocate_workers([t.demand for t in trainers], control.num_workers)
-    divided = divide_workers([t.streams for t in trainers], sizes)
-    for trainer, streams in zip(trainers, divided, strict=True):
+
+    remaining = changed.trainers.values()
+    sizes = allocate_workers([t.demand for t in remaining], control.num_workers)
+    divided = divide_workers([t.streams for t in remaining], sizes)
+    for trainer, streams in zip(remaining, divided, strict=True):
         trainer.streams = streams
         trainer.requested_workers = len(streams)  # cancels every earlier request for workers
     return changed
@@ -338,7 +366,8 @@ def joining_workers(
     trainers = control.trainers
     if ensemble.initial_workers is None or done >= 1:
         return []
-    sizes, free = control.sizes, free_workers(control, ensemble)
+    sizes = control.sizes
+    free = free_workers(control, ensemble)
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif done >= ensemble.spawn_frac:
@@ -356,7 +385,8 @@ def joining_workers(
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
     """Return the host's data after new workers, with new data streams, have joined a trainer."""
-    trainers, used = copy.deepcopy(control.trainers), control.trainer_of
+    trainers = copy.deepcopy(control.trainers)
+    used = control.trainer_of
     unused = (stream for stream in itertools.count() if stream not in used)
     joining = num_workers - len(trainers[trainer].streams)
     trainers[trainer].streams += itertools.islice(unused, joining)
@@ -374,8 +404,10 @@ def spawn_workers(
 ) -> tuple[State, dict]:
     """Add workers of the pool to a trainer, up to `num_workers`, in one communication.
 
-    If trainers were merged, or a merge refused, after the same round (`merged_now`), it is that of
-    the merge, counted already. Returns the state, and the fields of the ledger line.
+    If trainers were merged, or a merge refused, after the same round (`merged_now`), this is part
+    of the merge's communication, which is counted already.
+
+    Returns the state, and the fields of the ledger line.
     """
     before = len(state.control.trainers[trainer].streams)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)
@@ -395,7 +427,8 @@ def spawn_workers(
 
 
 def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:
+    """Average the smoothed statistics of the trainers that have measured some."""
     measured = [sums for sums in members if sums]
     if not measured:
         return {}
-    return {name: sum(m[name] for m in measured) / len(measured) for name in measured[0]}
+    return {name: sum(sums[name] for sums in measured) / len(measured) for name in measured[0]}

@@ -48,7 +48,9 @@ class Trainer:
 
     def grow_to(self, size: Size) -> None:
         """Store the workers, round length and batch that the trainer requests from now on."""
-        self.requested_workers, self.round_length, self.requested_batch_size = size
+        self.requested_workers = size.num_workers
+        self.round_length = size.round_length
+        self.requested_batch_size = size.batch_size
 
 
 @dataclass
@@ -106,16 +108,22 @@ class Control:
 
         An entry is (trainer id, data stream, position in the stream).
         """
-        return [
-            (m, stream, self.trainers[m].cursors.get(str(stream), 0))
-            for m in (self.trainers if trainers is None else trainers)
-            for stream in self.trainers[m].streams
-        ]
+        chosen = self.trainers if trainers is None else trainers
+        reads = []
+        for m in chosen:
+            trainer = self.trainers[m]
+            for stream in trainer.streams:
+                reads.append((m, stream, trainer.cursors.get(str(stream), 0)))
+        return reads
 
     def size(self, trainer: int) -> Size:
         """Return the number of workers, round length and batch of a trainer."""
-        it = self.trainers[trainer]
-        return Size(len(it.streams), it.round_length, it.requested_batch_size)
+        numbers = self.trainers[trainer]
+        return Size(
+            num_workers=len(numbers.streams),
+            round_length=numbers.round_length,
+            batch_size=numbers.requested_batch_size,
+        )
 
 
 class RoundPlan(NamedTuple):
@@ -144,6 +152,14 @@ class StateBytes(NamedTuple):
     inner_state: int  # inner state that a worker receives when it joins a trainer: AdamW's moments
 
 
+class Work(NamedTuple):
+    """What one worker did in a round."""
+
+    num_updates: int
+    num_sequences: int  # sequences that it read
+    num_learned: int  # sequences of updates that were not skipped
+
+
 def count_round(
     control: Control,
     plans: Mapping[int, RoundPlan],
@@ -151,35 +167,37 @@ def count_round(
     sequence_length: int,
     sync_bytes: int,
     num_syncs: int = 1,
-    counted: Mapping[int, tuple[int, int, int]] | None = None,
+    counted: Mapping[int, Work] | None = None,
 ) -> tuple[Control, dict[int, dict[str, int]]]:
     """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
 
     Costs are updates, tokens, synchronisations (`syncs`) and bytes, by trainer. `sync_bytes` is one
     worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has the
-    updates and sequences of each stream that took part, and the sequences of updates that were not
-    skipped, whose tokens count; None: all, as planned.
+    work of each stream that took part; None: all, as planned.
     """
     control = copy.deepcopy(control)
     spent = {}
     for m, plan in plans.items():
         trainer = control.trainers[m]
-        whole = plan.num_updates, plan.num_sequences, plan.num_sequences
-        work = dict.fromkeys(trainer.streams, whole)
-        if counted is not None:
-            work = {stream: counted[stream] for stream in work if stream in counted}
-        updates = max((updates for updates, _, _ in work.values()), default=0)
+        if counted is None:
+            as_planned = Work(plan.num_updates, plan.num_sequences, plan.num_sequences)
+            work = dict.fromkeys(trainer.streams, as_planned)
+        else:
+            work = {stream: counted[stream] for stream in trainer.streams if stream in counted}
+        num_updates = max((each.num_updates for each in work.values()), default=0)
         trainer.rounds += 1
-        trainer.updates += updates
-        for stream, (_, sequences, _) in work.items():
-            trainer.cursors[str(stream)] = trainer.cursors.get(str(stream), 0) + sequences
-        tokens = sum(made for _, _, made in work.values()) * sequence_length
+        trainer.updates += num_updates
+        for stream, each in work.items():
+            position = trainer.cursors.get(str(stream), 0)
+            trainer.cursors[str(stream)] = position + each.num_sequences
+        tokens = sum(each.num_learned for each in work.values()) * sequence_length
         cost = sync_cost(len(work), sync_bytes, num_syncs)
-        spent[m] = {"updates": updates, "tokens": tokens, **cost}
-    control.round = min(map(control.rounds_of, control.trainers))
-    for name in ("tokens", "updates", "syncs", "bytes"):
-        total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent.values())
-        setattr(control, f"{name}_total", total)
+        spent[m] = {"updates": num_updates, "tokens": tokens, **cost}
+    control.round = min(control.rounds_of(m) for m in control.trainers)
+    control.tokens_total += sum(cost["tokens"] for cost in spent.values())
+    control.updates_total += sum(cost["updates"] for cost in spent.values())
+    control.syncs_total += sum(cost["syncs"] for cost in spent.values())
+    control.bytes_total += sum(cost["bytes"] for cost in spent.values())
     return control, spent
 
 
@@ -187,10 +205,13 @@ def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
     """Count a flush; return the host's new data and the line for the ledger."""
-    costs = [sync_cost(len(control.trainers[m].streams), sync_bytes) for m in trainers]
-    spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
-    line = {"event": "sync", "round": control.round, "trainers": [*trainers], **spent}
-    return with_cost(control, spent), line
+    cost = {"syncs": 0, "bytes": 0}
+    for m in trainers:
+        of_trainer = sync_cost(len(control.trainers[m].streams), sync_bytes)
+        cost["syncs"] += of_trainer["syncs"]
+        cost["bytes"] += of_trainer["bytes"]
+    line = {"event": "sync", "round": control.round, "trainers": [*trainers], **cost}
+    return with_cost(control, cost), line
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
@@ -206,13 +227,11 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
     """Return the synchronisations (`syncs`) and `bytes` of a trainer in a round.
 
     A ring all-reduce among m workers moves 2 (m - 1) times `sync_bytes`, the size of a
-    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). One worker costs
-    nothing.
+    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6).
     """
-    return {
-        "syncs": num_syncs * (num_workers > 1),
-        "bytes": num_syncs * 2 * max(num_workers - 1, 0) * sync_bytes,
-    }
+    if num_workers <= 1:
+        return {"syncs": 0, "bytes": 0}
+    return {"syncs": num_syncs, "bytes": num_syncs * 2 * (num_workers - 1) * sync_bytes}
 
 
 def merge_cost(
@@ -223,7 +242,9 @@ def merge_cost(
     Each absorbed trainer sends its parameters and, unless `refused`, its outer momentum. Each
     joining worker receives parameters and an inner state (docs/algorithm.md, section 6).
     """
-    absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
+    absorbed_bytes = state_bytes.params
+    if not refused:
+        absorbed_bytes += state_bytes.outer_state
     joining_bytes = state_bytes.params + state_bytes.inner_state
     return {
         "syncs": int(num_absorbed + num_joining > 0),

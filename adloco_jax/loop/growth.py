@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,19 +46,23 @@ def with_batch_sizes(
     The round is already counted in `control`. `trainers` have completed one; those that were not
     tested are missing in `stats`. The result has one decision for each, in their order.
     """
-    control, inner = copy.deepcopy(control), settings.inner
+    control = copy.deepcopy(control)
     measures = measures_gradients(settings.batching)
-    decisions, free = [], _workers_for_tests(control, settings.ensemble)
+    free = _workers_for_tests(control, settings.ensemble)
+    decisions = []
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
         for m in trainers:
             trainer, now = control.trainers[m], control.size(m)
             request = _request(control, m, settings.batching)
-            if measures:
-                pooled = pool(stats[m]) if m in stats else None
-                decision = _tested(trainer, pooled, request, now, free, settings.batching, inner)
-            else:
+            if not measures:
                 size = now._replace(batch_size=int(request(None)))
                 decision = Decision(size, "kept" if size == now else "schedule")
+            elif m not in stats:
+                decision = Decision(now, "skipped")
+            else:
+                decision = _tested(
+                    trainer, pool(stats[m]), request, now, free, settings.batching, settings.inner
+                )
             trainer.grow_to(decision.size)
             free -= decision.size.num_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
@@ -74,12 +78,18 @@ def with_growth(
     inner: InnerSettings,
 ) -> Control:
     """Return a copy in which each trainer requests `growth` times its size, within its limits."""
-    control, free = copy.deepcopy(control), _workers_for_tests(control, ensemble)
+    control = copy.deepcopy(control)
+    free = _workers_for_tests(control, ensemble)
     for m, trainer in control.trainers.items():
         now = control.size(m)
-        limit = math.floor(growth * now.total)
-        how: Any = {"limit": limit, "free_workers": free}
-        size = grown(now, growth * trainer.demand, batching, inner, **how)
+        size = grown(
+            now,
+            growth * trainer.demand,
+            batching,
+            inner,
+            limit=math.floor(growth * now.total),
+            free_workers=free,
+        )
         free -= size.num_workers - now.num_workers
         trainer.grow_to(size)
     return control
@@ -94,7 +104,10 @@ def free_workers(control: Control, ensemble: EnsembleSettings) -> int:
 
 
 def _workers_for_tests(control: Control, ensemble: EnsembleSettings) -> int:
-    return 0 if ensemble.spawn_frac is not None else free_workers(control, ensemble)
+    """Return the number of workers that may join because a batch-size test requests them."""
+    if ensemble.spawn_frac is not None:  # they all join at that time
+        return 0
+    return free_workers(control, ensemble)
 
 
 def grown(
@@ -116,23 +129,23 @@ def grown(
         return now
     size = now
     request = min(request, limit / now.num_workers)
-    for name in batching.growth:
+    for quantity in batching.growth:
         # The request per worker, if the workers that have just been added share it.
         share = request * (now.num_workers / size.num_workers)
-        if name == "workers":
-            each = size.round_length * size.batch_size
-            most = min(size.num_workers + free_workers, limit // each)
-            needed = min(math.ceil(share * size.num_workers / each), most)
+        if quantity == "workers":
+            per_worker = size.round_length * size.batch_size
+            most = min(size.num_workers + free_workers, limit // per_worker)
+            needed = min(math.ceil(share * size.num_workers / per_worker), most)
             if needed > size.num_workers:
                 size = size._replace(num_workers=min(2 * size.num_workers, most))
             if size.num_workers < needed:
                 break  # workers double again before anything else grows
-        elif name == "rounds":
+        elif quantity == "rounds":
             most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round
             most = min(most, limit // (size.num_workers * size.batch_size))
             needed = min(math.ceil(share / size.batch_size), most)
             size = size._replace(round_length=max(size.round_length, needed))
-        else:
+        else:  # the batch
             batch = next_batch_size(
                 share / size.round_length,
                 batch_size=size.batch_size,
@@ -144,8 +157,9 @@ def grown(
     return size
 
 
-def _request(control: Control, trainer: int, batching: BatchingSettings) -> Callable:
+def _request(control: Control, trainer_id: int, batching: BatchingSettings) -> Callable:
     """Return a trainer's batch-size test as a function of gradient statistics alone."""
+    trainer = control.trainers[trainer_id]
     is_pooled = batching.scope == "trainer"
     return functools.partial(
         BATCH_TESTS[batching.test].request,
@@ -154,23 +168,25 @@ def _request(control: Control, trainer: int, batching: BatchingSettings) -> Call
         nu=batching.nu,
         mode=batching.mode,
         schedule=batching.ramp,
-        num_workers=len(control.trainers[trainer].streams) if is_pooled else 1,
-        batch_size=control.trainers[trainer].requested_batch_size,
-        round_index=control.rounds_of(trainer),
+        num_workers=len(trainer.streams) if is_pooled else 1,
+        batch_size=trainer.requested_batch_size,
+        round_index=control.rounds_of(trainer_id),
     )
 
 
 def _tested(
     trainer: Trainer,
-    stats: GradientStats | None,
+    stats: GradientStats,
     request: Callable,
     now: Size,
     free_workers: int,
     batching: BatchingSettings,
     inner: InnerSettings,
 ) -> Decision:
-    if stats is None:
-        return Decision(now, "skipped")
+    """Decide a trainer's size by a test of the statistics of its workers, pooled.
+
+    The trainer's moving averages of statistics, and its `measured_size`, are updated in place.
+    """
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
         return Decision(now, "degenerate", noise, signal)
@@ -185,20 +201,28 @@ def _tested(
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
     value = float(request(smoothed))
+
     is_blind = smoothed.signal_sum <= 0
-    if not (is_blind and trainer.measured_size):
+    if not is_blind or not trainer.measured_size:
         trainer.measured_size = now.total
-    limit, is_held = batching.max_growth * now.total, False
+    limit = batching.max_growth * now.total
+    is_held = False
     if is_blind and batching.max_blind_growth is not None:
-        blind = max(batching.max_blind_growth * trainer.measured_size, now.total)
-        limit, is_held = min(limit, blind), blind < limit
+        blind_limit = max(batching.max_blind_growth * trainer.measured_size, now.total)
+        is_held = blind_limit < limit
+        limit = min(limit, blind_limit)
     size = grown(now, value, batching, inner, limit=limit, free_workers=free_workers)
+
     if not math.isfinite(value):
         reason = "degenerate"
     elif is_blind:
         reason = "held" if is_held and size == now else "no_signal"
     elif size.total < now.num_workers * value:
         reason = "capped"
+    elif size == now:
+        reason = "kept"
+    elif size.total > now.total:
+        reason = "grew"
     else:
-        reason = "kept" if size == now else "grew" if size.total > now.total else "shrank"
+        reason = "shrank"
     return Decision(size, reason, noise, signal, value)

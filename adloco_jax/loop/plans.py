@@ -24,46 +24,59 @@ def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
     """Return the sizes of the next round, by trainer (None: all), as in section 4.4 of AdLoCo."""
-    return {
-        m: RoundPlan(
-            *_micro_batches(control, m, settings.batching, settings.switch),
-            _round_steps(control, m, settings),
+    plans = {}
+    for m in control.trainers if trainers is None else trainers:
+        micro_batch_size, num_accum_steps = _micro_batches(
+            control, m, settings.batching, settings.switch
         )
-        for m in (control.trainers if trainers is None else trainers)
-    }
+        plans[m] = RoundPlan(
+            micro_batch_size=micro_batch_size,
+            num_accum_steps=num_accum_steps,
+            num_updates=_round_steps(control, m, settings),
+        )
+    return plans
 
 
 def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
+    """Return the updates of a trainer's next round.
+
+    They are `steps_per_round` times the rule's factor and the trainer's round length, but no more
+    than the run's limit of tokens leaves.
+    """
     inner, trainer = settings.inner, control.trainers[trainer_id]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
-    wanted = ROUND_LENGTHS[settings.inner.round_length](
-        steps_per_round=settings.inner.steps_per_round,
-        max_steps_per_round=settings.inner.max_steps_per_round,
-        warmup_updates=settings.inner.warmup_updates,
+    rule = ROUND_LENGTHS[inner.round_length]
+    wanted = rule(
+        steps_per_round=inner.steps_per_round,
+        max_steps_per_round=inner.max_steps_per_round,
+        warmup_updates=inner.warmup_updates,
         next_rate=float(rate),
         updates=trainer.updates,
         round_index=control.rounds_of(trainer_id),
         share_done=settings.share_done(control.rounds_of(trainer_id), control.tokens_total),
     )
-    left = math.inf
+    left = math.inf  # lengths are in multiples of steps_per_round
     if math.isfinite(settings.last_token):
-        sequences = sum(  # of one update of all workers
-            math.prod(_micro_batches(control, m, settings.batching, settings.switch))
-            * len(trainer.streams)
-            for m, trainer in control.trainers.items()
-        )
+        sequences = 0  # of one update of all workers
+        for m, each in control.trainers.items():
+            size, accum = _micro_batches(control, m, settings.batching, settings.switch)
+            sequences += size * accum * len(each.streams)
         tokens = inner.steps_per_round * sequences * settings.data.sequence_length
         left = np.ceil((settings.last_token - control.tokens_total) / tokens)
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
-    length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
-    steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
+    factor = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
+    length = max(int(min(trainer.round_length * factor, left)), 1)
+    steps = inner.steps_per_round * length
     return min(steps, inner.max_steps_per_round or steps)
 
 
 def _micro_batches(
     control: Control, trainer: int, batching: BatchingSettings, switch: SwitchSettings
 ) -> tuple[int, int]:
-    """Return the micro-batch size of a trainer's next round, and the micro-batches of an update."""
+    """Return the micro-batch size of a trainer's next round, and the micro-batches of an update.
+
+    The size is rounded up to one of `batching.buckets`, so that few programs are compiled.
+    """
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[trainer].requested_batch_size,
@@ -71,7 +84,8 @@ def _micro_batches(
         multiplier=switch.multiplier,
         mode=switch.mode,
     )
-    return min(n for n in (*batching.buckets, largest) if size <= n <= largest), accum
+    bucket = min(n for n in (*batching.buckets, largest) if size <= n <= largest)
+    return bucket, accum
 
 
 def learning_rate(
@@ -101,7 +115,7 @@ def learning_rates(
 
     `round_tokens` are the tokens of all trainers in this round.
     """
-    update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
+    update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps  # position in the round
     rate_T = learning_rate(
         settings,
         updates=control.trainers[trainer].updates + update_T,
@@ -125,7 +139,8 @@ def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) ->
     """Return on how many of its first sequences a worker measures gradients; 0 without a test."""
     if BATCH_TESTS[batching.test].needs == "nothing":
         return 0
-    least, total = least_test_sequences(batching), batching.test_batch_size
+    least = least_test_sequences(batching)
+    total = batching.test_batch_size  # of all workers of the trainer
     if total is None:
         fraction = math.ceil(AUTO_TEST_FRAC * plan.num_sequences * num_workers)
         total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
