@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -30,16 +30,19 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
         @functools.wraps(function)
         def call(*args, **kwargs):
             leaves, structure = jax.tree.flatten((args, kwargs))
-            leaf_shardings = [_sharding_of(leaf) for leaf in leaves]
-            mesh = _explicit_mesh(leaf_shardings)
+            array_shardings = {
+                i: jax.typeof(leaf).sharding
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Array | np.ndarray)
+            }
+            mesh = _explicit_mesh(array_shardings.values())
             if mesh is None:
                 return function(*args, **kwargs)
-            indices = [i for i, leaf in enumerate(leaf_shardings) if leaf is not None]
-            arrays = [jnp.asarray(leaves[i]) for i in indices]
+            arrays = [jnp.asarray(leaves[i]) for i in array_shardings]
 
             def call_with(*arrays):
                 values = list(leaves)
-                for i, array in zip(indices, arrays, strict=True):
+                for i, array in zip(array_shardings, arrays, strict=True):
                     values[i] = array
                 args, kwargs = structure.unflatten(values)
                 return function(*args, **kwargs)
@@ -50,8 +53,8 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
                 result = jax.eval_shape(call_with, *shapes)
 
             in_place_of_arrays = list(leaves)
-            for i in indices:
-                in_place_of_arrays[i] = NamedSharding(mesh, leaf_shardings[i].spec)
+            for i, sharding in array_shardings.items():
+                in_place_of_arrays[i] = NamedSharding(mesh, sharding.spec)
             sharding_args, sharding_kwargs = structure.unflatten(in_place_of_arrays)
             whole = NamedSharding(mesh, P())
             prefix = shardings(whole, result, *sharding_args, **sharding_kwargs)
@@ -65,18 +68,12 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
     return decorate
 
 
-def _sharding_of(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of an array, which has the abstract mesh; None if it is no array."""
-    if isinstance(leaf, Array | np.ndarray):
-        return jax.typeof(leaf).sharding
-    return None
-
-
-def _explicit_mesh(shardings: Sequence[NamedSharding | None]) -> AbstractMesh | None:
+def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
     """Return the first mesh that has an explicit axis."""
     for sharding in shardings:
-        if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
-            return sharding.mesh
+        mesh: Any = sharding.mesh  # that of a type is abstract
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
     return None
 
 

@@ -5,6 +5,9 @@ the layers that get it, the squared norm of the example's part of the gradient: 
 examples, 1/B^2 of that of the example's own gradient. A tap changes no result, but a negative entry
 masks its example out of all weight gradients. Reverse mode only (`custom_vjp`). A weight must be
 used by one tapped layer, once per pass; a tied embedding has `look_up_tied`.
+
+Axes of arrays, besides those of `core.types`: A is the rank of an adapter, D and F the sizes of a
+layer's inputs and outputs.
 """
 
 import dataclasses
@@ -65,19 +68,22 @@ LOW_RANK = ("lora_a", "lora_b")  # the leaves of an adapter
 def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
     """Add the products of a model's adapter to its weights: the parameters without an adapter."""
     leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
-    for path in [path[:-1] for path in leaves if path[-1] == LOW_RANK[0]]:
-        a_NDA, b_NAF = (leaves.pop((*path, name)) for name in LOW_RANK)
+    modules = [path[:-1] for path in leaves if path[-1] == "lora_a"]
+    for module in modules:
+        a_NDA = leaves.pop((*module, "lora_a"))
+        b_NAF = leaves.pop((*module, "lora_b"))
         product = adapter.alpha / adapter.rank * (a_NDA @ b_NAF)
-        leaves[*path, "kernel"] = leaves[*path, "kernel"] + product
+        leaves[*module, "kernel"] = leaves[*module, "kernel"] + product
     return unflatten_dict(leaves)
 
 
 def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
     """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
-    parts: tuple[dict, dict] = {}, {}
+    adapter, base = {}, {}
     for path, leaf in flatten_dict(params).items():
-        parts[path[-1] not in LOW_RANK][path] = leaf
-    return unflatten_dict(parts[0]), unflatten_dict(parts[1])
+        part = adapter if path[-1] in LOW_RANK else base
+        part[path] = leaf
+    return unflatten_dict(adapter), unflatten_dict(base)
 
 
 def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
@@ -94,12 +100,20 @@ def _weight(
     return module.param(name, init, shape, jnp.float32), tap_B
 
 
+_KNOWN_DTYPE: Rule = (
+    ("dtype",),
+    lambda dtype: dtype in DTYPES,
+    f"must be one of {', '.join(DTYPES)}",
+)
+
+
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
     """Raise ValueError if a model has a size below 1 or an unknown dtype, or breaks a rule."""
-    sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
-    in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
-    known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
-    for names, holds, need in (*in_range, known, *rules):
+    for field in dataclasses.fields(network):
+        size = getattr(network, field.name)
+        if field.type is int and size < 1:
+            raise ValueError(f"{field.name}={size!r}: must be at least 1.")
+    for names, holds, need in (_KNOWN_DTYPE, *rules):
         values = {name: getattr(network, name) for name in names}
         if not holds(*values.values()):
             pairs = ", ".join(f"{name}={value!r}" for name, value in values.items())
@@ -219,6 +233,7 @@ def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
 
 def _with_rows_backward(residuals, dy_BLV):
     x_BLD, tokens_BL = residuals
+    # The gradient of a token's row: M positions have the token, L the vectors that met the row.
     dy_BLM = jnp.take_along_axis(dy_BLV, tokens_BL[:, None, :], axis=2)
     x32_BLD = x_BLD.astype(dy_BLM.dtype)
     rows_BMD = jnp.einsum("blm,bld->bmd", dy_BLM, x32_BLD, precision="highest")
@@ -235,6 +250,7 @@ def _use(
     weight: Array,
     tap_B: Tap,
 ) -> Any:
+    """Call `layer(x_B, weight)`; with a tap, the backward pass also measures norms (`_tapped`)."""
     # This constraint has an effect only under `nn.logical_axis_rules`. There a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
     # XLA would move the activations instead, which are larger for a batch of long sequences.
@@ -246,13 +262,15 @@ def _use(
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
     batch, length, width = x_BLD.shape
-    # On a CPU, weight gradients summed over two axes made a step 1.2 to 1.4 times as long.
-    x_TD, w_DF = x_BLD.reshape(batch * length, width).astype(dtype), w_DF.astype(dtype)
+    # All positions are one axis (P). On a CPU, weight gradients summed over two axes made a step
+    # 1.2 to 1.4 times as long.
+    x_PD = x_BLD.reshape(batch * length, width).astype(dtype)
+    w_DF = w_DF.astype(dtype)
     if to_float32:
-        y_TF = multiply_float32("td,df->tf", x_TD, w_DF)
+        y_PF = multiply_float32("pd,df->pf", x_PD, w_DF)
     else:
-        y_TF = jnp.matmul(x_TD, w_DF, preferred_element_type=dtype)
-    return y_TF.reshape(batch, length, w_DF.shape[1])
+        y_PF = jnp.matmul(x_PD, w_DF, preferred_element_type=dtype)
+    return y_PF.reshape(batch, length, w_DF.shape[1])
 
 
 def _scale(x_BLD: Array, gain_D: Array) -> Array:
@@ -274,12 +292,18 @@ def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
     return x_BLD, jnp.zeros_like(x_BLD)
 
 
+# Squared norms of the examples' weight gradients, float32 [B]: `norms_fn` of `_tapped`.
+# `weight_grad(x_B, dy_B)` computes the gradient of a batch, `dy_B` is the cotangent of the result.
+
+
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
+    """Compute the gradient of each example; for weights that are small."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
+    """Compute norms of a table's gradient, whose row of a token is the sum over its positions."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -300,7 +324,10 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Any:
-    """Call `layer`; the backward pass also measures norms, one by one without `norms_fn`."""
+    """Call `layer(x_B, weight)`; the cotangent of `tap_B` is the squared norms of gradients.
+
+    Without `norms_fn`, the backward pass computes each example's gradient for its norm.
+    """
     return layer(x_B, weight)
 
 
@@ -310,14 +337,18 @@ def _tapped_forward(layer, norms_fn, x_B, weight, tap_B):
 
 def _tapped_backward(layer, norms_fn, residuals, dy_B):
     x_B, weight, tap_B = residuals
-    (dx_B,) = jax.vjp(lambda x_B: layer(x_B, weight), x_B)[1](dy_B)
+    _, input_vjp = jax.vjp(lambda x_B: layer(x_B, weight), x_B)
+    (dx_B,) = input_vjp(dy_B)
 
     def weight_grad(x_B, dy_B):
-        return jax.vjp(lambda weight: layer(x_B, weight), weight)[1](dy_B)[0]
+        _, weight_vjp = jax.vjp(lambda weight: layer(x_B, weight), weight)
+        (grad,) = weight_vjp(dy_B)
+        return grad
 
     if norms_fn is not None:
+        # Examples with a negative tap are masked out.
         select = jax.vmap(lambda tap, array: jnp.where(tap < 0, jnp.zeros_like(array), array))
-        x_B, dy_B = jax.tree.map(functools.partial(select, tap_B), (x_B, dy_B))
+        x_B, dy_B = jax.tree.map(lambda array_B: select(tap_B, array_B), (x_B, dy_B))
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
     def example_grad(x, dy, tap):
@@ -340,8 +371,10 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         grads_B, norms_B = jax.vmap(example_grad)(*examples_B)
         return jnp.sum(grads_B, axis=0), norms_B
 
-    measured = lax.platform_dependent(x_B, dy_B, tap_B, cpu=sequential, default=at_once)
-    return dx_B, *measured
+    weight_grads, norms_B = lax.platform_dependent(
+        x_B, dy_B, tap_B, cpu=sequential, default=at_once
+    )
+    return dx_B, weight_grads, norms_B
 
 
 _tapped.defvjp(_tapped_forward, _tapped_backward)
@@ -359,24 +392,25 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
         """Apply `project`, add the product of an adapter, and apply `add_bias` if it has a bias."""
-        how: Any = {"dtype": self.dtype, "to_float32": self.to_float32}
-        shape = (x_BLD.shape[-1], self.features)
-        w_DF, own_tap_B = _weight(self, "kernel", _INIT, shape, tap_B)
+        num_inputs, num_outputs = x_BLD.shape[-1], self.features
+        w_DF, kernel_tap_B = _weight(self, "kernel", _INIT, (num_inputs, num_outputs), tap_B)
         if is_quantised(w_DF):
             # Without the barrier XLA for GPUs dequantises several layers ahead, and holds them.
             w_DF, x_BLD = lax.optimization_barrier((w_DF, x_BLD))
             w_DF = dequantised(w_DF)
-        y_BLF = project(x_BLD, w_DF, own_tap_B, **how)
+        y_BLF = project(x_BLD, w_DF, kernel_tap_B, dtype=self.dtype, to_float32=self.to_float32)
         if self.adapter is not None:
-            rank, alpha, _ = self.adapter
-            a_DA = self.param("lora_a", _LORA_A_INIT, (shape[0], rank), jnp.float32)
-            b_AF = self.param("lora_b", nn.initializers.zeros, (rank, shape[1]), jnp.float32)
+            rank, scale = self.adapter.rank, self.adapter.alpha / self.adapter.rank
+            a_DA = self.param("lora_a", _LORA_A_INIT, (num_inputs, rank), jnp.float32)
+            b_AF = self.param("lora_b", nn.initializers.zeros, (rank, num_outputs), jnp.float32)
             h_BLA = project(x_BLD, a_DA, tap_B, dtype=self.dtype)
-            y_BLF = y_BLF + project(alpha / rank * h_BLA, b_AF, tap_B, **how)
+            y_BLF = y_BLF + project(
+                scale * h_BLA, b_AF, tap_B, dtype=self.dtype, to_float32=self.to_float32
+            )
         if not self.use_bias:
             return y_BLF
-        bias_F, own_tap_B = _weight(self, "bias", nn.initializers.zeros, shape[1:], tap_B)
-        return add_bias(y_BLF, bias_F, own_tap_B)
+        bias_F, bias_tap_B = _weight(self, "bias", nn.initializers.zeros, (num_outputs,), tap_B)
+        return add_bias(y_BLF, bias_F, bias_tap_B)
 
 
 class RMSNorm(nn.Module):
