@@ -46,22 +46,33 @@ class Architecture:
     label_params: Callable[[PyTree], PyTree] | None = None
 
 
-def _attributes(weights: WeightMap, checkpoint: str, given: dict[str, Any]) -> dict[str, Any]:
-    # A checkpoint describes more than sizes, and the settings of sizes agree with it.
-    described = weights.attributes(json.loads(checkpoint)) if checkpoint else {}
-    names = {field.name for field in dataclasses.fields(weights.model)}
-    return described | {name: value for name, value in given.items() if name in names}
+def _attributes(weights: WeightMap, checkpoint: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of the model: those that keywords name, and those of a checkpoint.
+
+    A checkpoint (the text of its config.json, or empty) describes more than the sizes, with which
+    the keywords agree.
+    """
+    attributes = {}
+    if checkpoint:
+        attributes = weights.attributes(json.loads(checkpoint))
+    for field in dataclasses.fields(weights.model):
+        if field.name in keywords:
+            attributes[field.name] = keywords[field.name]
+    return attributes
+
+
+# Both take the keywords of all architectures (`Architecture.build`), and hand on those they have.
 
 
 def _build_llama(
-    *, attention: str, checkpoint: str, adapter: Adapter | None = None, **given: Any
+    *, attention: str, checkpoint: str, adapter: Adapter | None = None, **keywords: Any
 ) -> llama.Llama:
-    described = _attributes(LLAMA, checkpoint, given)
-    return llama.Llama(**described, attention=attention, adapter=adapter)
+    attributes = _attributes(LLAMA, checkpoint, keywords)
+    return llama.Llama(**attributes, attention=attention, adapter=adapter)
 
 
-def _build_bert(*, checkpoint: str, **given: Any) -> bert.Bert:
-    return bert.Bert(**_attributes(BERT, checkpoint, given))
+def _build_bert(*, checkpoint: str, **keywords: Any) -> bert.Bert:
+    return bert.Bert(**_attributes(BERT, checkpoint, keywords))
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -158,18 +158,21 @@ class Bert(nn.Module):
         """Return the classes' float32 logits from the first `lengths_B` tokens; None: from all."""
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
-        lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B
+        if lengths_B is None:
+            lengths_B = jnp.full(batch, length)
         # A length past L is set to 0, because a softmax over no tokens gives NaN.
         lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
-        x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)
+        x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)  # padding may hold anything
         x_BLD = self.token_type(x_BLD, 0, tap_B)
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
-        shared = (real_BL, tap_B)
-        x_BLD, _ = run_layers(self.layers, self.layer, x_BLD, shared, form=self.layer_form)
-        pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
-        return self.classifier(pooled_B1D, tap_B)[:, 0]
+        arguments = (real_BL, tap_B)
+        x_BLD, _ = run_layers(self.layers, self.layer, x_BLD, arguments, form=self.layer_form)
+        first_B1D = x_BLD[:, :1]  # the token [CLS], which stands for the text
+        pooled_B1D = jnp.tanh(self.pooler(first_B1D, tap_B))
+        logits_B1C = self.classifier(pooled_B1D, tap_B)
+        return logits_B1C[:, 0]
 
 
 def class_logits(model: Bert) -> Callable[..., Array]:
@@ -187,7 +190,8 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         if rows.ndim != 2 or rows.shape[1] < 3:
             raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
-        return logits({"params": params}, rows[:, 2:], rows[:, 1], tap_B)
+        lengths_B, tokens_BL = rows[:, 1], rows[:, 2:]
+        return logits({"params": params}, tokens_BL, lengths_B, tap_B)
 
     return logits_fn
 

@@ -43,29 +43,36 @@ def build_network(
       attention: The kernel of attention.
       layer_form: How layers follow one another (`models.kernels.run_layers`).
     """
-    adapted = {}
+    only_with_adapter: dict[str, Any] = {}  # other architectures have no such keyword
     if adapter.rank:
-        adapted = {"adapter": Adapter(adapter.rank, adapter.alpha, adapter.layers)}
+        only_with_adapter["adapter"] = Adapter(adapter.rank, adapter.alpha, adapter.layers)
+    sizes = {name: getattr(model, name) for name in SIZES}
     build = own_code(f"model.arch = {model.arch}")(ARCHITECTURES[model.arch].build)
     return build(
-        **{name: getattr(model, name) for name in SIZES},
+        **sizes,
         dtype=model.dtype,
         checkpoint=model.checkpoint,
         remat=bool(model.remat) if remat is None else remat,
         attention=attention,
         layer_form=layer_form,
-        **adapted,
+        **only_with_adapter,
     )
 
 
 def build_model(
-    model: ModelSettings, adapter: AdapterSettings = NO_ADAPTER, *, row_parts: int = 1, **how: Any
+    model: ModelSettings,
+    adapter: AdapterSettings = NO_ADAPTER,
+    *,
+    row_parts: int = 1,
+    remat: bool | None = None,
+    attention: Literal["xla", "cudnn"] = "xla",
+    layer_form: str = "scan",
 ) -> tuple[InitFn, LossFn]:
     """Return the functions that initialise the model and compute its loss.
 
     `row_parts` is `data.row_parts`; the other arguments are those of `build_network`.
     """
-    network = build_network(model, adapter, **how)
+    network = build_network(model, adapter, remat=remat, attention=attention, layer_form=layer_form)
     loss: Callable[..., LossFn] = ARCHITECTURES[model.arch].loss
     if row_parts > 1:
         loss = functools.partial(loss, row_parts=row_parts)

@@ -1,6 +1,10 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
 The comment above a kernel has the measurement behind its form, dated as in studies/LOG.md.
+
+Axes of arrays, besides those of `core.types`: r is the query heads of one key/value head (H / G), l
+the positions of a block of queries, q these for all r heads, s the keys that a block may see, T
+earlier positions.
 """
 
 import functools
@@ -60,14 +64,15 @@ def attend(
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
     q_BGrLK = q_BHLK.reshape(B, G, H // G, L, K)
-    size = max(-(-L // _NUM_BLOCKS), _MIN_BLOCK)
+    size = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)
     blocks = []
     for start in range(0, L, size):
         end = min(start + size, L)
         q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
-        keys = (k_BGLK[:, :, :end], v_BGLK[:, :, :end])
-        starts = None if starts_BL is None else starts_BL[:, start:end]
-        y_BGqK = _attend_block(q_BGqK, *keys, starts, H // G)
+        k_BGsK = k_BGLK[:, :, :end]
+        v_BGsK = v_BGLK[:, :, :end]
+        starts_Bl = None if starts_BL is None else starts_BL[:, start:end]
+        y_BGqK = _attend_block(q_BGqK, k_BGsK, v_BGsK, starts_Bl, H // G)
         blocks.append(y_BGqK.reshape(B, H, end - start, K))
     return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3).reshape(B, L, H * K)
 
@@ -76,7 +81,9 @@ def attend(
 def _attend_block(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> Array:
-    return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)[0]
+    """Compute attention of a block of queries; `num_shared` query heads share a key head (r)."""
+    y_BGqK, _ = _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)
+    return y_BGqK
 
 
 def _attend_block_and_sums(
@@ -100,8 +107,10 @@ def _attend_block_and_sums(
 # to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (q, k, v, starts), (dq, dk, dv, _) = primals, tangents
-    y, log_sums_BGq1 = map(kept, _attend_block_and_sums(q, k, v, starts, num_shared))
+    q, k, v, starts = primals
+    dq, dk, dv, _ = tangents
+    y, log_sums_BGq1 = _attend_block_and_sums(q, k, v, starts, num_shared)
+    y, log_sums_BGq1 = kept(y), kept(log_sums_BGq1)
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q, k, starts, num_shared).swapaxes(-1, -2), scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
@@ -121,8 +130,10 @@ def _visible(
     q_BGqK: Array, k_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> np.ndarray | Array:
     """Return the mask [q, s] or [B, 1, q, s] of the keys that a query may see."""
-    num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
-    causal = np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
+    num_queries = q_BGqK.shape[2] // num_shared
+    num_keys = k_BGsK.shape[2]
+    causal = np.tri(num_queries, num_keys, num_keys - num_queries, bool)  # the last queries
+    causal = np.tile(causal, (num_shared, 1))
     if starts_Bl is None:
         return causal
     starts_B1q1 = jnp.tile(starts_Bl, (1, num_shared))[:, None, :, None]
@@ -140,19 +151,26 @@ def _attend_cudnn(
         if starts_BL is not None:  # a mask that heads share does not pass jax 0.10.2's vmap
             is_own_B1LL = np.arange(L)[None, None, None] >= starts_BL[:, None, :, None]
             mask = jnp.broadcast_to(is_own_B1LL, (B, H, L, L))
-        how = {"mask": mask, "scale": 1.0, "is_causal": True}
-        return jax.nn.dot_product_attention(q_BLHK, k_BLGK, v_BLGK, **how, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q_BLHK, k_BLGK, v_BLGK, mask=mask, scale=1.0, is_causal=True, implementation="cudnn"
+        )
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
         # XLA cannot partition the kernel's call if only some axes are manual.
         num_shares = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
-        batch = P() if q_BHLK.shape[0] % num_shares else P(mesh.auto_axes)
-        axes = set(mesh.auto_axes)
+        is_divisible = q_BHLK.shape[0] % num_shares == 0
+        batch = P(mesh.auto_axes) if is_divisible else P()
         attend = jax.shard_map(
-            attend, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
+            attend,
+            in_specs=batch,
+            out_specs=batch,
+            axis_names=set(mesh.auto_axes),
+            check_vma=False,
         )
-    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
+    q_BLHK = q_BHLK.transpose(0, 2, 1, 3)
+    k_BLGK = k_BGLK.transpose(0, 2, 1, 3)
+    v_BLGK = v_BGLK.transpose(0, 2, 1, 3)
     y_BLHK = attend(q_BLHK, k_BLGK, v_BLGK, starts_BL)
     return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
@@ -193,7 +211,8 @@ def multiply_float32(
 
 @multiply_float32.defjvp
 def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (x, y), (dx, dy) = primals, tangents
+    x, y = primals
+    dx, dy = tangents
     change = jnp.einsum(subscripts, dx, y) + jnp.einsum(subscripts, x, dy)
     product = jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
     return product, change.astype(jnp.float32)
@@ -209,6 +228,7 @@ def pick(logits_BLV: Float[Array, "B L V"], ids_BL: Int[Array, "B L"]) -> Float[
 
 
 def _look_up(logits_BLV: Array, ids_BL: Array) -> Array:
+    """Compute `pick` by a lookup, which is fastest on a CPU."""
     return jnp.take_along_axis(logits_BLV, ids_BL[:, :, None], axis=-1, mode="fill")[:, :, 0]
 
 
@@ -218,8 +238,10 @@ def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         is_picked_BLV = jax.nn.one_hot(ids_BL, dlogits_BLV.shape[-1], dtype=bool)
         return jnp.sum(jnp.where(is_picked_BLV, dlogits_BLV, 0), axis=-1)
 
-    change = (tangents[0], primals[1])
-    return pick(*primals), lax.platform_dependent(*change, cpu=_look_up, default=sum_up)
+    logits_BLV, ids_BL = primals
+    dlogits_BLV, _ = tangents
+    change_BL = lax.platform_dependent(dlogits_BLV, ids_BL, cpu=_look_up, default=sum_up)
+    return pick(logits_BLV, ids_BL), change_BL
 
 
 # studies/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's writes
@@ -233,10 +255,12 @@ def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
 
 @swiglu.defjvp
 def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (gate, up), (dgate, dup) = primals, tangents
+    gate, up = primals
+    dgate, dup = tangents
     sigmoid = jax.nn.sigmoid(gate)
-    silu, gate_rate = gate * sigmoid, up * sigmoid * (1 + gate * (1 - sigmoid))
-    return silu * up, dgate * gate_rate + dup * silu
+    silu = gate * sigmoid
+    by_gate = up * sigmoid * (1 + gate * (1 - sigmoid))  # the derivative by `gate`
+    return silu * up, dgate * by_gate + dup * silu
 
 
 def stacked(
@@ -270,7 +294,7 @@ def run_layers(
     order: Sequence[int] = (),
     form: str,
 ) -> tuple[Float[Array, "B L D"], PyTree]:
-    """Apply a stack of layers: `layers(x_BLD, *shared)` if `shared` are the only arguments.
+    """Apply a stack of layers; return the activations, and what the layers return besides, stacked.
 
     Args:
       layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
@@ -289,28 +313,33 @@ def run_layers(
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kinds)
         return layers(x_BLD, *stacks, jnp.asarray(order))
 
-    def of_kind(shared: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
+    def layer_function(further: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
         def apply(variables: PyTree, x_BLD: Array) -> Any:
-            return layer.apply(variables, x_BLD, *shared)
+            return layer.apply(variables, x_BLD, *further)
 
         if form == "call":
             space = jax.memory.Space.Device
             apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
         return apply
 
-    apply = [of_kind(shared) for shared in kinds]
+    functions = [layer_function(further) for further in kinds]
     leaves_N, structure = jax.tree.flatten(layers.variables, is_leaf=_is_split)
     # Split all layers at once, so that the gradients are concatenated in one step too.
-    parts = [
-        leaf_N if _is_split(leaf_N) else [part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))]
-        for leaf_N in leaves_N
-    ]
-    made = []
-    for number, leaves in enumerate(zip(*parts, strict=True)):
-        x_BLD, new = apply[order[number] if order else 0](structure.unflatten(leaves), x_BLD)
-        made.append(new)
-    return x_BLD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *made)
+    parts_of_leaves = []
+    for leaf_N in leaves_N:
+        if _is_split(leaf_N):
+            parts_of_leaves.append(leaf_N)
+        else:
+            parts_1 = lax.split(leaf_N, [1] * len(leaf_N))
+            parts_of_leaves.append([part_1[0] for part_1 in parts_1])
+    outputs = []
+    for number, leaves in enumerate(zip(*parts_of_leaves, strict=True)):
+        kind = order[number] if order else 0
+        x_BLD, output = functions[kind](structure.unflatten(leaves), x_BLD)
+        outputs.append(output)
+    return x_BLD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *outputs)
 
 
 def _is_split(leaf: object) -> bool:
+    """Return whether a leaf is a tuple of the layers' arrays instead of their stack."""
     return isinstance(leaf, tuple)

@@ -102,7 +102,8 @@ def rotary_frequencies(
     if scaling is None:
         return frequencies
     factor, low, high, length = scaling
-    kept = np.clip((length * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    turns = length * frequencies / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: not divided, 0: divided by factor
     return frequencies * (kept + (1 - kept) / factor)
 
 
@@ -118,7 +119,8 @@ def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
     """Rotate each pair of features (i, i + K/2) by the angle of its position."""
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
-    return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
+    rotated = x * cos_LK[None, None] + swapped * sin_LK[None, None]
+    return rotated.astype(x_BHLK.dtype)
 
 
 class _Sizes(NamedTuple):
@@ -165,7 +167,9 @@ class _Attention(nn.Module):
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, seen: Array | None
     ) -> tuple[Array, PyTree]:
         B, L, D = x_BLD.shape
-        sizes, K, linear = self.sizes, self.sizes.head_size, self.sizes.linear("attention")
+        sizes = self.sizes
+        K = sizes.head_size
+        linear = sizes.linear("attention")
 
         def heads(name: str, num_heads: int, *, norm: bool = False) -> Array:
             project = linear(num_heads * K, use_bias=sizes.qkv_bias, name=name)
@@ -175,25 +179,28 @@ class _Attention(nn.Module):
                 y = gain(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
-        def rotated(x_BHLK: Array, *tables_LK: Array) -> Array:
-            y_BHLK = _rotate(x_BHLK, *tables_LK)
+        def rotated(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
+            y_BHLK = _rotate(x_BHLK, cos_LK, sin_LK)
             return y_BHLK if sizes.qk_norm else kept(y_BHLK)  # with norms, their inputs are kept
 
         # Rotate and scale the queries in one multiplication.
         scale = (sizes.query_size or K) ** -0.5
-        scaled = (scale * cos_LK, scale * sin_LK)
-        q_BHLK = rotated(heads("query", sizes.num_heads, norm=sizes.qk_norm), *scaled)
-        k_BGLK = rotated(heads("key", sizes.num_kv_heads, norm=sizes.qk_norm), cos_LK, sin_LK)
+        q_BHLK = heads("query", sizes.num_heads, norm=sizes.qk_norm)
+        q_BHLK = rotated(q_BHLK, scale * cos_LK, scale * sin_LK)
+        k_BGLK = heads("key", sizes.num_kv_heads, norm=sizes.qk_norm)
+        k_BGLK = rotated(k_BGLK, cos_LK, sin_LK)
         v_BGLK = kept(heads("value", sizes.num_kv_heads))
+
         attend: Any = ATTENTION[sizes.attention]
         new = None
         if self.has_variable(PAST, "keys"):
             new = {"keys": k_BGLK, "values": v_BGLK}
             past = {name: self.get_variable(PAST, name) for name in new}
-            if past["keys"].size:
+            if past["keys"].size:  # it has earlier positions
                 attend = functools.partial(attend_past, past)
         y_BLD = attend(q_BHLK, k_BGLK, v_BGLK, seen)
-        return kept(linear(D, use_bias=sizes.out_bias, name="out")(y_BLD, tap_B)), new
+        out = linear(D, use_bias=sizes.out_bias, name="out")
+        return kept(out(y_BLD, tap_B)), new
 
 
 _ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -218,7 +225,10 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer. It returns the activations and, with `PAST`, new keys and values."""
+    """One transformer layer. It returns the activations and, with `PAST`, new keys and values.
+
+    Given the kind of the layer, the arguments from `cos_LK` to `seen` are stacks over all kinds.
+    """
 
     sizes: _Sizes
 
@@ -232,18 +242,23 @@ class _Block(nn.Module):
         seen: Array | None,
         kind: Array | None = None,
     ) -> tuple[Array, PyTree]:
-        if kind is not None:  # the others are stacks
-            cos_LK, sin_LK, tap_B, seen = jax.tree.map(
-                lambda stack: stack[kind], (cos_LK, sin_LK, tap_B, seen)
-            )
-        attention, mlp = _Attention(self.sizes, name="attention"), _MLP(self.sizes, name="mlp")
+        if kind is not None:
+            stacks = (cos_LK, sin_LK, tap_B, seen)
+            cos_LK, sin_LK, tap_B, seen = jax.tree.map(lambda stack: stack[kind], stacks)
+        attention = _Attention(self.sizes, name="attention")
+        mlp = _MLP(self.sizes, name="mlp")
         norm, has_out_norms = self.sizes.norm, self.sizes.out_norms
         attention_norm = norm("attention_norm")
         mlp_norm = norm("mlp_in_norm" if has_out_norms else "mlp_norm")
+
         y_BLD, new = attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, seen)
-        x_BLD = x_BLD + (norm("attention_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD)
+        if has_out_norms:
+            y_BLD = norm("attention_out_norm")(y_BLD, tap_B)
+        x_BLD = x_BLD + y_BLD
         y_BLD = mlp(mlp_norm(x_BLD, tap_B), tap_B)
-        return x_BLD + (norm("mlp_out_norm")(y_BLD, tap_B) if has_out_norms else y_BLD), new
+        if has_out_norms:
+            y_BLD = norm("mlp_out_norm")(y_BLD, tap_B)
+        return x_BLD + y_BLD, new
 
 
 class Llama(nn.Module):
@@ -330,10 +345,28 @@ class Llama(nn.Module):
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
         self.head_dim = self.head_size or self.width // self.num_heads
-        own = vars(self) | {"head_size": self.head_dim}
-        sizes = _Sizes(**{name: own[name] for name in _Sizes._fields})
+        sizes = _Sizes(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            mlp_width=self.mlp_width,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            out_norms=self.out_norms,
+            norm_offset=self.norm_offset,
+            query_size=self.query_size,
+            activation=self.activation,
+            dtype=self.dtype,
+            attention=self.attention,
+            adapter=self.adapter,
+        )
         self.embed = Embed(self.vocab_size, self.width, self.dtype, self.pad_id)
-        in_axes = (*[nn.broadcast] * 4, 0) if len({*self.kinds}) > 1 else nn.broadcast
+        in_axes = nn.broadcast  # all layers have the same further arguments
+        if len(set(self.kinds)) > 1:  # but for the last of five, their kind
+            in_axes = (nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast, 0)
         self.layers = stacked(block, self.num_layers, in_axes)(sizes)
         self.layer = block(sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype, self.norm_offset)
@@ -357,7 +390,8 @@ class Llama(nn.Module):
         `starts_BL` are the first positions to which positions attend (needs `attention="xla"`);
         None: position 0.
         """
-        return self.logits(*self.hidden(tokens_BL, tap_B, starts_BL))
+        hidden_BLD, head_tap = self.hidden(tokens_BL, tap_B, starts_BL)
+        return self.logits(hidden_BLD, head_tap)
 
     def hidden(
         self,
@@ -368,7 +402,9 @@ class Llama(nn.Module):
         """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)
-        return self._run(tokens_BL, tap_B, self._shared(length, tap_B, starts_BL))[:2]
+        arguments = self._layer_arguments(length, tap_B, starts_BL)
+        hidden_BLD, head_tap, _ = self._run(tokens_BL, tap_B, arguments)
+        return hidden_BLD, head_tap
 
     def extend(
         self, tokens_BL: Int[Array, "B L"], position: int | Int[Array, ""] = 0
@@ -379,23 +415,28 @@ class Llama(nn.Module):
         yet if T is 0; otherwise there is one new token, at `position`.
         """
         num_past = self.variables[PAST]["layers"]["attention"]["keys"].shape[-2]
-        shared = self._shared(num_past or tokens_BL.shape[1])
+        of_kinds = self._layer_arguments(num_past or tokens_BL.shape[1])
         if num_past:
             past_1T = jnp.arange(num_past)[None]
 
             def at_position(cos_TK: Any, sin_TK: Any, _: Tap, starts_1T: Array | None) -> tuple:
-                row = [lax.dynamic_slice_in_dim(x, position, 1) for x in (cos_TK, sin_TK)]
+                cos_1K = lax.dynamic_slice_in_dim(cos_TK, position, 1)
+                sin_1K = lax.dynamic_slice_in_dim(sin_TK, position, 1)
                 first = 0 if starts_1T is None else starts_1T[0, position]
-                return *row, None, (first <= past_1T) & (past_1T < position)
+                is_seen_1T = (first <= past_1T) & (past_1T < position)
+                return cos_1K, sin_1K, None, is_seen_1T
 
-            shared = [at_position(*arguments) for arguments in shared]
-        hidden_BLD, _, new = self._run(tokens_BL, None, shared)
+            of_kinds = [at_position(*arguments) for arguments in of_kinds]
+        hidden_BLD, _, new = self._run(tokens_BL, None, of_kinds)
         return hidden_BLD, new
 
     def _run(
-        self, tokens_BL: Array, tap_B: Tap, shared: list[tuple[Array | None, ...]]
+        self, tokens_BL: Array, tap_B: Tap, of_kinds: list[tuple[Array | None, ...]]
     ) -> tuple[Array, Tap | TiedTap, PyTree]:
-        """Return what `hidden` does, and new keys and values if there is `PAST`."""
+        """Return what `hidden` does, and new keys and values if there is `PAST`.
+
+        `of_kinds` is from `_layer_arguments`.
+        """
         head_tap = tap_B
         if self.tied:
             x_BLD, head_tap = self.embed.look_up_tied(tokens_BL, tap_B)
@@ -403,39 +444,54 @@ class Llama(nn.Module):
             x_BLD = self.embed(tokens_BL, tap_B)
         if self.scales_embedding:
             x_BLD = x_BLD * self.width**0.5
-        kinds = [*dict.fromkeys(self.kinds)]
+        kinds = self._distinct_kinds
         order = [kinds.index(kind) for kind in self.kinds] if len(kinds) > 1 else ()
         x_BLD, new = run_layers(
-            self.layers, self.layer, x_BLD, *shared, order=order, form=self.layer_form
+            self.layers, self.layer, x_BLD, *of_kinds, order=order, form=self.layer_form
         )
         return self.norm(x_BLD, tap_B), head_tap, new
 
-    def _shared(
+    @property
+    def _distinct_kinds(self) -> list[LayerKind]:
+        """Each kind of layers once, in the order of their first layers."""
+        return list(dict.fromkeys(self.kinds))
+
+    def _layer_arguments(
         self, length: int, tap_B: Tap = None, starts_BL: Array | None = None
     ) -> list[tuple[Array | None, ...]]:
-        """Return the further arguments of layers, for each of their kinds."""
-        kinds = [*dict.fromkeys(self.kinds)]
+        """Return the further arguments of layers, for each of their kinds.
+
+        They are cosines and sines of rotary angles, the tap, and the first position to which each
+        position attends (None: position 0).
+        """
+        kinds = self._distinct_kinds
         if starts_BL is None and any((kind.window or length) < length for kind in kinds):
             starts_BL = jnp.zeros((1, length), jnp.int32)
 
-        def of_kind(theta: float | None, scaling: RopeScaling | None, window: int | None) -> tuple:
+        def of_kind(kind: LayerKind) -> tuple:
             # Rotary attention depends on distances alone: tables need no restart in a document.
-            tables = _rotary_tables(length, rotary_frequencies(self.head_dim, theta, scaling))
-            starts = starts_BL
+            frequencies = rotary_frequencies(self.head_dim, kind.rope_theta, kind.rope_scaling)
+            cos_LK, sin_LK = _rotary_tables(length, frequencies)
+            starts, window = starts_BL, kind.window
             if window is not None and window < length and starts is not None:
                 first_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
                 starts = jnp.maximum(starts, first_1L)
-            return *tables, tap_B, starts
+            return cos_LK, sin_LK, tap_B, starts
 
-        return [of_kind(*kind) for kind in kinds]
+        return [of_kind(kind) for kind in kinds]
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
         """Return the float32 logits that the head computes from the results of `hidden`."""
-        return self.embed.attend(hidden_BLD, tap) if self.tied else self.head(hidden_BLD, tap)
+        if self.tied:
+            return self.embed.attend(hidden_BLD, tap)
+        return self.head(hidden_BLD, tap)
 
 
 def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
-    return {"params": params} if base is None else {"params": params, BASE: base}
+    """Return the collections of Flax: trained parameters, and frozen weights if there are some."""
+    if base is None:
+        return {"params": params}
+    return {"params": params, BASE: base}
 
 
 def sequence_losses(
@@ -487,30 +543,36 @@ def sequence_losses(
         if rows.ndim != 2 or rows.shape[1] < 2 * row_parts or rows.shape[1] % row_parts:
             width = "L+1" if row_parts == 1 else f"{row_parts} (L+1)"
             raise ValueError(f"rows has shape {rows.shape}, expected [B, {width}] with L >= 1.")
-        tokens, *more = jnp.split(rows, row_parts, axis=1)
-        starts_BL = more[0][:, :-1] if row_parts > 1 else None
-        weights_BL = more[1][:, 1:] if row_parts > 2 else None
-        hidden_BLD, tap = hidden(variables, tokens[:, :-1], tap_B, starts_BL)
+        parts = jnp.split(rows, row_parts, axis=1)
+        tokens = parts[0]
         # The only shift: the loss at position t is of token t + 1.
-        head_inputs_B = (hidden_BLD, tokens[:, 1:], weights_BL, tap)
+        inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
+        starts_BL = parts[1][:, :-1] if row_parts > 1 else None
+        weights_BL = parts[2][:, 1:] if row_parts > 2 else None
+        hidden_BLD, tap = hidden(variables, inputs_BL, tap_B, starts_BL)
+        head_inputs_B = (hidden_BLD, targets_BL, weights_BL, tap)
+
         batch, chunk = rows.shape[0], sequences_per_chunk
-        if not 0 < chunk < batch:
+        if chunk == 0 or chunk >= batch:
             return head_losses(variables, *head_inputs_B)
-        split = batch - batch % chunk
+        split = batch - batch % chunk  # the sequences of whole chunks
         chunks = jax.tree.map(lambda x: x[:split].reshape(-1, chunk, *x.shape[1:]), head_inputs_B)
         chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
         losses_B = lax.map(chunk_losses, chunks).reshape(split)
         if split == batch:
             return losses_B
-        rest_B = head_losses(variables, *jax.tree.map(lambda x: x[split:], head_inputs_B))
+        rest = jax.tree.map(lambda x: x[split:], head_inputs_B)
+        rest_B = head_losses(variables, *rest)
         return jnp.concatenate([losses_B, rest_B])
 
     return losses_fn
 
 
-def next_token_loss(model: Llama, **options: Any) -> Callable[..., Array]:
+def next_token_loss(
+    model: Llama, *, sequences_per_chunk: int = 0, row_parts: int = 1
+) -> Callable[..., Array]:
     """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
-    losses_fn = sequence_losses(model, **options)
+    losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk, row_parts=row_parts)
 
     def loss_fn(
         params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
@@ -550,17 +612,28 @@ def generate(
       Prompts followed by the new tokens, int32 [B, P + num_tokens].
     """
     prompt_BL = np.asarray(prompt_BL, np.int32)
-    (batch, length), stop = prompt_BL.shape, prompt_BL.shape[1] + num_tokens
+    batch, length = prompt_BL.shape
+    stop = length + num_tokens
     check_length(stop, model.max_length)
-    size, room = (max(_MIN_ROOM, 1 << (n - 1).bit_length()) for n in (length, stop))
-    text_BT = np.zeros((batch, room), np.int32)
+    text_BT = np.zeros((batch, _room(stop)), np.int32)
     text_BT[:, :length] = prompt_BL
-    how = {"temperature": temperature, "key": key, "ends_E": np.array(ends, np.int32)}
-    text_BT = _continue(model, size, _variables(params, base), text_BT, length, stop, **how)
+    text_BT = _continue(
+        model,
+        _room(length),
+        _variables(params, base),
+        text_BT,
+        length,
+        stop,
+        temperature=temperature,
+        key=key,
+        ends_E=np.array(ends, np.int32),
+    )
     return lax.slice_in_dim(text_BT, 0, stop, axis=1)
 
 
-_MIN_ROOM = 32  # tokens
+def _room(num_tokens: int) -> int:
+    """Round a length up to a power of two, at least 32, so that few programs are compiled."""
+    return max(32, 2 ** (num_tokens - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnames=("model", "size"))
@@ -576,7 +649,10 @@ def _continue(
     key: Array,
     ends_E: Array,
 ) -> Array:
-    """Fill texts from `length` to `stop`; `length` is at most `size`."""
+    """Fill texts [B, T] from position `length` to `stop`.
+
+    The prompts are read `size` positions at once, at least `length`. Sampling is as in `generate`.
+    """
     logits = nn.apply(Llama.logits, model)
 
     def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> Any:
@@ -587,11 +663,11 @@ def _continue(
         position, text_BT, past, has_ended_B = state
         last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
         hidden_B1D, new = extend(last_B1, position - 1, past)
-        past = jax.tree.map(
-            lambda old, new: lax.dynamic_update_slice_in_dim(old, new, position - 1, axis=-2),
-            past,
-            new,
-        )
+
+        def write(past_NBGTK: Array, new_NBG1K: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(past_NBGTK, new_NBG1K, position - 1, axis=-2)
+
+        past = jax.tree.map(write, past, new)
         logits_BV = logits(variables, hidden_B1D)[:, 0]
         # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
@@ -599,10 +675,18 @@ def _continue(
         has_ended_B |= jnp.isin(next_B, ends_E)
         return position + 1, text_BT.at[:, position].set(next_B), past, has_ended_B
 
-    nothing = dict.fromkeys(("keys", "values"), jnp.zeros((model.num_layers, 0, 0)))
-    _, past = extend(text_BT[:, :size], 0, nothing)
-    # What padding has here is never seen: it is overwritten before texts reach its positions.
-    free = [(0, 0)] * 3 + [(0, text_BT.shape[1] - size), (0, 0)]
-    past = jax.tree.map(lambda x: jnp.pad(x, free), past)
+    def goes_on(state: tuple[Any, ...]) -> Array:
+        position, _, _, has_ended_B = state
+        return (position < stop) & ~jnp.all(has_ended_B)
+
+    # Read the prompts. What padding has here is never seen: it is overwritten before texts reach
+    # its positions.
+    empty = jnp.zeros((model.num_layers, 0, 0))
+    _, past = extend(text_BT[:, :size], 0, {"keys": empty, "values": empty})
+    num_new_positions = text_BT.shape[1] - size
+    padding = [(0, 0), (0, 0), (0, 0), (0, num_new_positions), (0, 0)]  # [N, B, G, T, K]
+    past = jax.tree.map(lambda x: jnp.pad(x, padding), past)
+
     state = (length, text_BT, past, jnp.zeros(len(text_BT), bool))
-    return lax.while_loop(lambda s: (s[0] < stop) & ~jnp.all(s[3]), add_token, state)[1]
+    _, text_BT, _, _ = lax.while_loop(goes_on, add_token, state)
+    return text_BT

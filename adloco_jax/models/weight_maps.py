@@ -70,27 +70,30 @@ class WeightMap:
 
     def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
         """Return the attributes that a result of `normalise`, or of `extra`, describes."""
-        found = {}
-        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
-        for key, (ours, default) in self.sizes.items():
-            found[ours] = _positive(key, content.get(key, default), kinds[ours])
+        types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
+        sizes = {}
+        for key, (attribute, default) in self.sizes.items():
+            value = content.get(key, default)
+            sizes[attribute] = _positive(key, value, types[attribute])
         _require(content, self.fixed)
-        return found | self.features(content, found)
+        return sizes | self.features(content, sizes)
 
     def label_params(self, params: PyTree) -> PyTree:
         """Label each parameter by its path in `modules`, others as `label_by_name` does."""
 
         def label(path: tuple, leaf: Any) -> str | None:
-            *names, kind = (str(getattr(key, "key", key)) for key in path)
-            module = "/".join(names)
+            names = [str(getattr(key, "key", key)) for key in path]
+            module, name = "/".join(names[:-1]), names[-1]
             if module not in self.modules:
                 return None
-            stacked = "stacked_" if "{}" in self.modules[module] else ""
-            if kind == "embedding":
-                return f"{stacked}embedding"
-            if leaf.ndim - bool(stacked) != 2:
-                return f"{stacked}other"
-            return "head" if module == self.head else f"{stacked}matrix"
+            is_stacked = "{}" in self.modules[module]  # the first axis counts layers
+            prefix = "stacked_" if is_stacked else ""
+            num_axes = leaf.ndim - 1 if is_stacked else leaf.ndim
+            if name == "embedding":
+                return prefix + "embedding"
+            if num_axes != 2:
+                return prefix + "other"
+            return "head" if module == self.head else prefix + "matrix"
 
         return label_by_name(params, label)
 
@@ -106,14 +109,18 @@ _SIZES = {
 
 
 def _positive(key: str, value: Any, kind: type) -> Any:
-    usable = isinstance(value, int | kind) and not isinstance(value, bool)
-    most = 2**12 if key == "num_hidden_layers" else 2**31  # the kinds of layers are listed
-    if not usable or not 0 < value < most:
-        raise Unusable(key, value, f"a positive {kind.__name__} below {most}")
+    """Return the positive number of a key as `kind`, int or float; raise Unusable for another."""
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    limit = 2**31
+    if key == "num_hidden_layers":
+        limit = 2**12  # one entry for each layer is held in lists
+    if not is_number or not 0 < value < limit:
+        raise Unusable(key, value, f"a positive {kind.__name__} below {limit}")
     return kind(value)
 
 
 def _require(content: dict, fixed: Mapping[str, object]) -> None:
+    """Raise Unusable if a key is there and has another value than the only one supported."""
     for key, need in fixed.items():
         if content.get(key, need) != need:
             raise Unusable(key, content[key], need)
@@ -121,7 +128,8 @@ def _require(content: dict, fixed: Mapping[str, object]) -> None:
 
 def _pad_id(content: dict) -> int | None:
     """Return the id whose embedding PyTorch does not train; a negative one counts from the end."""
-    pad_id, size = content.get("pad_token_id"), content["vocab_size"]
+    pad_id = content.get("pad_token_id")
+    size = content["vocab_size"]
     if pad_id is None:
         return None
     if not isinstance(pad_id, int) or not -size <= pad_id < size:
@@ -129,9 +137,13 @@ def _pad_id(content: dict) -> int | None:
     return pad_id % size
 
 
-# What keys must say, if they are there.
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
-_GEMMA |= {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+# What keys of Gemma must say, if they are there.
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
 # The keys that switch biases on; other families ignore them.
 _BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -139,7 +151,7 @@ _BIASES = {
     "smollm3": ("attention_bias", "mlp_bias"),
     "gemma3_text": ("attention_bias",),
 }
-_TYPES = ("full_attention", "sliding_attention")
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # the names of `layer_types`
 # The kinds of rotary frequencies, and the keys of the numbers in `RopeScaling`.
 _ROPES = {
     "default": (),
@@ -152,75 +164,100 @@ def _normalised_llama(content: dict) -> dict:
     """Return what transformers makes of a config.json: it fills in and renames what is missing."""
     from transformers import CONFIG_MAPPING  # slow, and needed only for a checkpoint
 
-    own = {key: _positive(key, content.get(key), int) for key in _SIZES}
+    # Sizes that are missing are not filled in: a checkpoint without them is refused.
+    sizes = {key: _positive(key, content.get(key), int) for key in _SIZES}
     try:
         config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content))
         config.standardize_rope_params()  # as the model does
-        made = config.to_dict()
+        filled = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
         raise Unusable("keys", "one that transformers refuses", reason(error, 200)) from error
-    rope = made.get("rope_parameters") or {}
-    if content["model_type"] == "gemma3_text":
-        made["sliding_rope"], rope = (rope.get(kind) or {} for kind in _TYPES[::-1])
+    rope = filled.get("rope_parameters") or {}
+    if content["model_type"] == "gemma3_text":  # has one object for each type of layers
+        filled["sliding_rope"] = rope.get(_SLIDING) or {}
+        rope = rope.get(_FULL) or {}
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
         raise Unusable("rope_parameters", rope, "one object for all layers, or null")
-    made["use_bidirectional_attention"] = made.get("use_bidirectional_attention") or False
-    return made | own | {"rope_parameters": rope, "rope_theta": rope.get("rope_theta")}
+    filled["use_bidirectional_attention"] = filled.get("use_bidirectional_attention") or False
+    filled["rope_parameters"] = rope
+    filled["rope_theta"] = rope.get("rope_theta")
+    return filled | sizes
 
 
 def _rope_scaling(rope: Mapping) -> RopeScaling | None:
-    key, kind = "rope_parameters", rope.get("rope_type", "default")
+    """Return how an object of `rope_parameters` divides rotary frequencies; None: it does not."""
+    key = "rope_parameters"
+    kind = rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPES:
         raise Unusable(f"{key}: rope type", kind, " or ".join(_ROPES))
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise Unusable(f"{key}: partial_rotary_factor", part, 1.0)
-    kinds = zip(_ROPES[kind], (float, float, float, int), strict=False)
-    found = [_positive(f"{key}: {name}", rope.get(name), kind) for name, kind in kinds]
-    scaling = RopeScaling(*found) if found else None
-    if scaling is not None and scaling.low >= scaling.high:
+    rotated_part = rope.get("partial_rotary_factor", 1.0)
+    if rotated_part != 1.0:
+        raise Unusable(f"{key}: partial_rotary_factor", rotated_part, 1.0)
+    if kind == "default":
+        return None
+    types = (float, float, float, int)  # of the numbers in `RopeScaling`
+    numbers = []
+    for name, number_type in zip(_ROPES[kind], types, strict=False):
+        numbers.append(_positive(f"{key}: {name}", rope.get(name), number_type))
+    scaling = RopeScaling(*numbers)
+    if scaling.low >= scaling.high:
         raise Unusable(f"{key}: high_freq_factor", scaling.high, f"more than {scaling.low}")
     return scaling
 
 
 def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKind, ...]:
     """Return the kinds of the layers; one if all layers of the family are of one kind."""
-    family, sliding = content["model_type"], rotary
+    family = content["model_type"]
+    sliding = rotary
     if family == "gemma3_text":
         rope = content["sliding_rope"]
         theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
         sliding = LayerKind(theta, _rope_scaling(rope))
-    window = content.get("sliding_window")
     if family == "llama":
         return (rotary,)
+    window = content.get("sliding_window")
     if window is not None:
         window = _positive("sliding_window", window, int)
     if family == "mistral":  # which ignores the types
         return (rotary._replace(window=window),)
+
     types = content.get("layer_types") or ()
     rotated = content["no_rope_layers"] if family == "smollm3" else [True] * count
-    if len(rotated) < count or len(types) != count or not {*types} <= {*_TYPES}:
-        raise Unusable("layer_types", types, f"a list of {count} names {' or '.join(_TYPES)}")
-    of_type = dict(zip(_TYPES, (rotary, sliding._replace(window=window)), strict=True))
-    return tuple(
-        of_type[kind] if is_rotated else LayerKind(None, window=of_type[kind].window)
-        for kind, is_rotated in zip(types, rotated, strict=False)
-    )
+    if len(rotated) < count or len(types) != count or not set(types) <= {_FULL, _SLIDING}:
+        raise Unusable("layer_types", types, f"a list of {count} names {_FULL} or {_SLIDING}")
+    of_type = {_FULL: rotary, _SLIDING: sliding._replace(window=window)}
+    kinds = []
+    for layer_type, is_rotated in zip(types, rotated, strict=False):
+        kind = of_type[layer_type]
+        if not is_rotated:
+            kind = LayerKind(None, window=kind.window)
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
-    family, rope = content["model_type"], content["rope_parameters"]
+    """Return the attributes of a Llama that are not sizes, by the keys of its family."""
+    family = content["model_type"]
     biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
-    qkv_bias, head_size = biases.get("attention_bias", False), content.get("head_dim")
-    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(rope))
+    qkv_bias = biases.get("attention_bias", False)
+
+    # If all layers are of one kind, the attributes for all describe it.
+    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(content["rope_parameters"]))
     kinds = _layer_kinds(content, rotary, sizes["num_layers"])
-    is_uniform = {kind._replace(window=None) for kind in kinds} == {rotary} and len({*kinds}) == 1
-    is_gemma, size = family == "gemma3_text", content.get("query_pre_attn_scalar")
+    is_uniform = len(set(kinds)) == 1 and kinds[0]._replace(window=None) == rotary
+
+    is_gemma = family == "gemma3_text"
     _require(content, _GEMMA if is_gemma else {"hidden_act": "silu"})
+    query_size = None
     if is_gemma:
-        size = _positive("query_pre_attn_scalar", size, float)
+        scalar = content.get("query_pre_attn_scalar")
+        query_size = _positive("query_pre_attn_scalar", scalar, float)
+
+    head_size = content.get("head_dim")
     if head_size is not None:
         head_size = _positive("head_dim", head_size, int)
-        head_size = None if head_size * sizes["num_heads"] == sizes["width"] else head_size
+        if head_size * sizes["num_heads"] == sizes["width"]:
+            head_size = None  # the usual one
     return {
         "rope_scaling": rotary.rope_scaling,
         "head_size": head_size,
@@ -231,8 +268,8 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
         "mlp_bias": biases.get("mlp_bias", False),
         "qk_norm": family in ("qwen3", "gemma3_text"),
         "out_norms": is_gemma,
-        "norm_offset": float(is_gemma),
-        "query_size": size if is_gemma else None,
+        "norm_offset": 1.0 if is_gemma else 0.0,
+        "query_size": query_size,
         "activation": "gelu_tanh" if is_gemma else "silu",
         "scales_embedding": is_gemma,
         "tied": bool(content.get("tie_word_embeddings")),
@@ -241,18 +278,22 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
 
 
 def _normalised_bert(content: dict) -> dict:
+    """Fill in what transformers does: the padding's id, the number of classes, the problem."""
     labels = content.get("id2label")
-    num_classes = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
-    problem = content.get("problem_type") or "single_label_classification"
-    return {"pad_token_id": 0} | content | {"num_labels": num_classes, "problem_type": problem}
+    filled = {"pad_token_id": 0} | content
+    filled["num_labels"] = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
+    filled["problem_type"] = content.get("problem_type") or "single_label_classification"
+    return filled
 
 
 def _extra_llama(model: Llama) -> dict:
     """Describe a Llama; models of other families keep the config.json that they came with."""
     rope = {"rope_theta": model.rope_theta, "rope_type": "default"}
-    if (scaling := model.rope_scaling) is not None:
+    scaling = model.rope_scaling
+    if scaling is not None:
         rope["rope_type"] = "llama3" if scaling.original_length else "linear"
-        rope |= zip(_ROPES[rope["rope_type"]], scaling, strict=False)
+        for key, number in zip(_ROPES[rope["rope_type"]], scaling, strict=False):
+            rope[key] = number
     return {
         "model_type": "llama",
         "head_dim": model.head_size or model.width // model.num_heads,
@@ -270,6 +311,7 @@ def _extra_llama(model: Llama) -> dict:
 
 
 def _extra_bert(model: Bert) -> dict:
+    """Describe a Bert beside its sizes; classes have no names, so they are numbered."""
     labels = {str(label): f"LABEL_{label}" for label in range(model.num_classes)}
     return {
         "model_type": "bert",
@@ -281,7 +323,8 @@ def _extra_bert(model: Bert) -> dict:
     }
 
 
-_LLAMA_LAYER, _BERT_LAYER = "model.layers.{}.", "bert.encoder.layer.{}."
+_LLAMA_LAYER = "model.layers.{}."
+_BERT_LAYER = "bert.encoder.layer.{}."
 
 LLAMA = WeightMap(
     model=Llama,
