@@ -62,9 +62,11 @@ def put_fragment(
             return jnp.where(fragment == 0, new_X, leaf_X)
         split_X = _split(leaf_X, axis, num_fragments)
         split_X = lax.dynamic_update_index_in_dim(split_X, new_X, fragment, axis + 1)
+        # Join the two axes that `_split` made, and drop its padding.
         shape = list(leaf_X.shape)
         shape[axis] = split_X.shape[axis] * num_fragments
-        return lax.slice_in_dim(split_X.reshape(shape), 0, leaf_X.shape[axis], axis=axis)
+        padded_X = split_X.reshape(shape)
+        return lax.slice_in_dim(padded_X, 0, leaf_X.shape[axis], axis=axis)
 
     return jax.tree.map(put, tree_X, part_X)
 

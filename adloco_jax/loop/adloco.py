@@ -337,7 +337,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     """
     changed = copy.deepcopy(control)
     merged = [changed.trainers[m] for m in members]
-    into, absorbed = merged[0], merged[1:]
+    into, absorbed = merged[0], merged[1:]  # the representative, and the others
     if not refused:
         largest = max(merged, key=lambda trainer: trainer.demand)
         into.requested_batch_size = largest.requested_batch_size

@@ -145,7 +145,9 @@ def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) ->
         fraction = math.ceil(AUTO_TEST_FRAC * plan.num_sequences * num_workers)
         total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
     share = min(max(total // num_workers, least), plan.num_sequences)
-    return share if share >= least else 0
+    if share < least:  # the round is too short for the test
+        return 0
+    return share
 
 
 def planned(control: Control, trainer_id: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:

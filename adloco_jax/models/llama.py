@@ -172,11 +172,12 @@ class _Attention(nn.Module):
         linear = sizes.linear("attention")
 
         def heads(name: str, num_heads: int, *, norm: bool = False) -> Array:
+            """Return the queries, keys or values of all heads, [B, heads, L, K]."""
             project = linear(num_heads * K, use_bias=sizes.qkv_bias, name=name)
             y = project(x_BLD, tap_B)
-            if norm:
-                gain = sizes.norm(f"{name}_norm")
-                y = gain(kept(y).reshape(B, L * num_heads, K), tap_B)
+            if norm:  # a vector for each position and head
+                norm_heads = sizes.norm(f"{name}_norm")
+                y = norm_heads(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
         def rotated(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
