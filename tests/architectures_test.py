@@ -62,7 +62,7 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
 def test_a_users_model_starts_from_no_checkpoint(own):
     config = load_config(own)
     config.model.init_from = "somewhere"
-    settings, found = validate(config), hf.Loaded(LLAMA, None, ("float32",), (), {}, "")
+    settings, found = validate(config), hf.PretrainedModel(LLAMA, None, ("float32",), (), {}, "")
     with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
         hf.require_same_network(build_network(settings.model), found, settings.model)
 

@@ -162,7 +162,9 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     config.model.init_from, config.data.tokenizer = "some/model", "bytes"
     network = Llama(257, 16, 1, 4, 2, 16, 512)
     content = config_of(network, "llama")
-    monkeypatch.setattr(hf, "inspect", lambda name: hf.Loaded(network, None, (), (), content, ""))
+    monkeypatch.setattr(
+        hf, "inspect", lambda name: hf.PretrainedModel(network, None, (), (), content, "")
+    )
     (line,) = check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")
 

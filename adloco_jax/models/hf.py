@@ -61,19 +61,22 @@ _PLAIN = {"peft_type": ["LORA"], "bias": ["none"]}
 _PLAIN |= {"init_lora_weights": [True, "gaussian", "eva", "orthogonal", "mica"]}
 
 
-class Loaded(NamedTuple):
+class PretrainedModel(NamedTuple):
     """A model that was read from a checkpoint.
 
-    Attributes: network: The model, in float32; `network.clone(dtype=...)` computes in another
-    dtype. params: Its parameters, NumPy arrays, of which some are transposed views; None from
-    `inspect`. base: The frozen weights as programs take them, if asked for: `params` are then the
-    adapter's, or None. sha256: Hash of the weights as published, without an adapter. stored_as:
-    Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if only `config.json`
-    was read. left_out: Names of tensors that were not read: they belong to a
-    head that the model lacks. config: The content of the checkpoint's `config.json`, for `save`.
-    lacks: Name of the head among the parameters, if the checkpoint has none; else empty. ends: Ids
-    at which generation stops by the checkpoint, of its generation_config.json, or else its
-    config.json.
+    Attributes:
+      network: The model, in float32; `network.clone(dtype=...)` computes in another dtype.
+      params: Its parameters, NumPy arrays, of which some are transposed views; None from `inspect`.
+      stored_as: Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if only
+        `config.json` was read.
+      left_out: Names of tensors that were not read: they belong to a head that the model lacks.
+      config: The content of the checkpoint's `config.json`, for `save`.
+      lacks: Name of the head among the parameters, if the checkpoint has none; else empty.
+      ends: Ids at which generation stops by the checkpoint, of its generation_config.json, or else
+        its config.json.
+      base: The frozen weights as programs take them, if asked for: `params` are then the
+        adapter's, or None.
+      sha256: Hash of the weights as published, without an adapter.
     """
 
     network: nn.Module
@@ -89,7 +92,10 @@ class Loaded(NamedTuple):
 
 def weight_map(network: nn.Module) -> WeightMap | None:
     """Return the Hugging Face names of a model's parameters, if an architecture has any."""
-    return next((known for known in _weight_maps() if type(network) is known.model), None)
+    for known in _weight_maps():
+        if type(network) is known.model:
+            return known
+    return None
 
 
 class Tensor(NamedTuple):
@@ -106,7 +112,8 @@ class Tensor(NamedTuple):
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
         """Return the part of `leaf`, the array at `path`, that is this tensor, as a view."""
-        return leaf[self.layer].T if self.transposed else leaf[self.layer]
+        part = leaf[self.layer]
+        return part.T if self.transposed else part
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """Return an array for the leaf, in whose memory the tensor is contiguous."""
@@ -119,10 +126,15 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     """List the tensors of a model's checkpoint in Hugging Face layout."""
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
-        module, kind = names.modules["/".join(path[:-1])], path[-1]
+        *modules, kind = path
+        module = names.modules["/".join(modules)]
         name = _TENSORS.get(kind, "{}.weight").replace("{}", module)
-        layers, transposed = range(leaf.shape[0]) if "{}" in name else (...,), kind in _TRANSPOSED
-        found += [Tensor(name.format(layer), path, layer, transposed) for layer in layers]
+        transposed = kind in _TRANSPOSED
+        if "{}" not in name:
+            found.append(Tensor(name, path, ..., transposed))
+            continue
+        for layer in range(leaf.shape[0]):
+            found.append(Tensor(name.format(layer), path, layer, transposed))
     return found
 
 
@@ -142,7 +154,7 @@ def load(
     as_trained: bool = False,
     revision: str | None = None,
     key: str = "model.init_from",
-) -> Loaded:
+) -> PretrainedModel:
     """Read a model and its weights from a checkpoint in Hugging Face layout.
 
     The model may be of any family in `models.weight_maps`, or an added architecture with a weight
@@ -175,8 +187,14 @@ def load(
     """
     with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
-            how: Any = {"head": head, "base_dtype": base_dtype, "key": key}
-            return _load_adapter(folder, merges, as_trained, **how)
+            return _load_adapter(
+                folder,
+                merges=merges,
+                head=head,
+                base_dtype=base_dtype,
+                as_trained=as_trained,
+                key=key,
+            )
         found, stored = _checked(folder, needs_head=head)
         digest = hashlib.sha256()
         params = base = None
@@ -217,7 +235,8 @@ def _values(
 
 def _frozen(stored: "Mapping[Tensor, _Stored]", dtype: str, digest: "hashlib._Hash") -> PyTree:
     """Read tensors; return them as `as_held` does. The host has one tensor that is not yet so."""
-    whole, apart = {}, collections.defaultdict(list)
+    whole = {}
+    apart = collections.defaultdict(list)  # a leaf for each layer
     for tensor, values in _read(stored, digest):
         held = _held(tensor.path, values.T if tensor.transposed else values, dtype)
         if tensor.layer is ...:
@@ -251,7 +270,15 @@ def _held(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
     return weight.astype("bfloat16", copy=False)
 
 
-def _load_adapter(folder: Path, merges: bool, as_trained: bool, **how: Any) -> Loaded:
+def _load_adapter(
+    folder: Path,
+    *,
+    merges: bool,
+    head: bool,
+    base_dtype: str | None,
+    as_trained: bool,
+    key: str,
+) -> PretrainedModel:
     """Read an adapter in PEFT's layout, and the model for which it was made."""
     content = _adapter_config(folder)
     name, revision = content["base_model_name_or_path"], content.get("revision")
@@ -259,12 +286,13 @@ def _load_adapter(folder: Path, merges: bool, as_trained: bool, **how: Any) -> L
     with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
         metadata = file.metadata() or {}
     if as_trained:
-        how["base_dtype"] = metadata.get("base_dtype") or None
-    loaded = load(name, revision=revision, **how)
+        base_dtype = metadata.get("base_dtype") or None
+    loaded = load(name, head=head, base_dtype=base_dtype, revision=revision, key=key)
     network = _adapted(folder, loaded.network, content)
     wanted = {tensor: tensor.name for tensor in _low_rank(network)}
     faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
-    if faults := faults + _unfit(folder, wanted, stored, network):
+    faults += _unfit(folder, wanted, stored, network)
+    if faults:
         raise DataError(_listed(faults))
     require_same_base(loaded, metadata.get("base_sha256", ""), f"{folder}: {name}")
     own = {tensor: stored[name] for tensor, name in wanted.items()}
@@ -281,12 +309,14 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     """Read `adapter_config.json`, of an adapter that is plain LoRA."""
     path = folder / _ADAPTER
     content = read_json(path, DataError, **_JSON)
-    faults = [
-        (key, " or ".join(map(str, _PLAIN.get(key, ["none"]))) + "; or merge_and_unload() in PEFT")
-        for key in sorted(content.keys() - _READ - _HARMLESS)
-        if content[key] not in [None, False, [], {}, "", *_PLAIN.get(key, ())]
-    ]
-    base, rank, alpha = (content.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    faults: list[tuple[str, str]] = []  # key, and what it must say
+    for key in sorted(content.keys() - _READ - _HARMLESS):
+        plain = _PLAIN.get(key, [])
+        if content[key] not in [None, False, [], {}, "", *plain]:
+            need = " or ".join(map(str, plain)) if plain else "none"
+            faults.append((key, f"{need}; or merge_and_unload() in PEFT"))
+    base = content.get("base_model_name_or_path")
+    rank, alpha = content.get("r"), content.get("lora_alpha")
     if not isinstance(base, str) or not base or _is_adapter(base, content.get("revision")):
         faults.append(("base_model_name_or_path", "a model, no adapter"))
     if type(rank) is not int or rank < 1:
@@ -294,8 +324,8 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(alpha, int | float) or alpha <= 0:
         faults.append(("lora_alpha", "a positive number"))
     if faults:
-        have = ((key, str(content.get(key))[:80], need) for key, need in faults)
-        raise DataError("\n".join(f"{path}: {key}: have {x}, need {need}" for key, x, need in have))
+        lines = [f"{path}: {key}: have {str(content.get(key))[:80]}, need {n}" for key, n in faults]
+        raise DataError("\n".join(lines))
     return content
 
 
@@ -305,7 +335,7 @@ def _is_adapter(name: str, revision: str | None) -> bool:
         return (folder / _ADAPTER).exists()
 
 
-def require_same_base(loaded: Loaded, sha256: str, where: str) -> None:
+def require_same_base(loaded: PretrainedModel, sha256: str, where: str) -> None:
     """Raise DataError if the hash of an adapter's base is known, and that of a model is another."""
     if sha256 and loaded.sha256 != sha256:
         need = "other weights than those for which the adapter was made"
@@ -348,7 +378,7 @@ def _targets(network: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in _modules(network)})
 
 
-def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
+def inspect(path_or_name: str | Path, *, revision: str | None = None) -> PretrainedModel:
     """Describe the model of a checkpoint; of its weights only two that may be tied are read.
 
     Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
@@ -368,10 +398,10 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Loaded:
     # have the head of this class.
     name = names.classes[config["model_type"]]
     is_whole = name in (config.get("architectures") or [name])
-    return Loaded(network, None, (), (), config, "" if is_whole else names.head)
+    return PretrainedModel(network, None, (), (), config, "" if is_whole else names.head)
 
 
-def require_same_network(network: Any, found: Loaded, settings: ModelSettings) -> None:
+def require_same_network(network: Any, found: PretrainedModel, settings: ModelSettings) -> None:
     """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
     names = weight_map(network)
     if names is None or type(found.network) is not names.model:
@@ -424,17 +454,14 @@ def save(
             f"{folder}: {type(network).__name__} has no Hugging Face names; give its Architecture"
             " a weight_map"
         )
-    sizes = {key: (ours, getattr(network, ours)) for key, (ours, _) in names.sizes.items()}
     if config:
-        changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
-        config = {**config, **{key: size for key, (ours, size) in sizes.items() if ours in changed}}
-        if "num_classes" in changed:  # which names of classes would contradict
-            config = {key: value for key, value in config.items() if "label2" not in key}
+        config = _with_changed_sizes(config, network, names)
         differing = _differing(network, names.attributes(config))
     else:
-        config = {key: size for key, (_, size) in sizes.items()}
+        config = {key: getattr(network, ours) for key, (ours, _) in names.sizes.items()}
         config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
-        config |= {} if tokenizer is None else tokenizer.token_ids
+        if tokenizer is not None:
+            config |= tokenizer.token_ids
         differing = _differing(network, names.attributes_of_normalised(config))
     if differing:
         have = ", ".join(f"{name}={value}" for name, value in differing.items())
@@ -445,7 +472,10 @@ def save(
     if tokenizer is not None and ends and tokenizer.eot_id not in ends:
         config |= tokenizer.token_ids
     config["architectures"] = [names.classes[config["model_type"]]]
-    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, dtype)
+    if "torch_dtype" in config:  # the older name
+        config["torch_dtype"] = dtype
+    if "dtype" in config or "torch_dtype" not in config:
+        config["dtype"] = dtype
     params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params)
     arrays = _arrays(params, tensors(network, names))
     split = huggingface_hub.split_state_dict_into_shards_factory(
@@ -467,6 +497,20 @@ def save(
             _save_tokenizer(tokenizer, partial, network)
 
 
+def _with_changed_sizes(
+    config: Mapping[str, Any], network: nn.Module, names: WeightMap
+) -> dict[str, Any]:
+    """Return a checkpoint's config.json with the sizes of a model that has other ones."""
+    changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
+    result = dict(config)
+    for key, (ours, _) in names.sizes.items():
+        if ours in changed:
+            result[key] = getattr(network, ours)
+    if "num_classes" in changed:  # names of classes would contradict it
+        result = {key: value for key, value in result.items() if "label2" not in key}
+    return result
+
+
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, network: Any) -> None:
     """Write a tokenizer; let generation_config.json name its ends that `transformers` misses."""
     tokenizer.save(folder, getattr(network, "max_length", None))
@@ -481,12 +525,15 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, network: Any) -> None:
 
 def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
     """Return how an adapter's config names a model and its commit; of an adapter, its base's."""
-    how: Any = {"key": "model.init_from", "revision": revision}
-    with contextlib.suppress(UserError), _folder(name, ["config.json", _ADAPTER], **how) as folder:
+    key = "model.init_from"
+    with (
+        contextlib.suppress(UserError),
+        _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder,
+    ):
         if (folder / _ADAPTER).exists():
             content = _adapter_config(folder)
             return base_of(content["base_model_name_or_path"], content.get("revision"))
-        if is_on_hub(name, key="model.init_from"):
+        if is_on_hub(name, key=key):
             revision = folder.name  # of the hub's cache, snapshots/<commit>
         elif not is_address(name):
             name = str(folder.resolve())
@@ -560,9 +607,8 @@ def _folder(
     name: str, one_of: Sequence[str], *, key: str, revision: str | None = None
 ) -> Iterator[Path]:
     """Yield the folder of a checkpoint, after its files were copied to this machine."""
-    how: Any = {"one_of": one_of, "key": key, "hint": _CONVERT, "revision": revision}
     files = ("config.json", "*.index.json", _ADAPTER, GENERATION)
-    with fetched(name, files, **how) as folder:
+    with fetched(name, files, one_of=one_of, key=key, hint=_CONVERT, revision=revision) as folder:
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")
         yield folder
@@ -572,11 +618,13 @@ def _folder(
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
+    """Read a checkpoint's config.json: the model, the names of its weights, and the content."""
     path = folder / "config.json"
     config = read_json(path, DataError, **_JSON)
     known = {kind: names for names in _weight_maps() for kind in names.classes}
     names = known.get(str(config.get("model_type")))
-    if quantised := config.get("quantization_config"):
+    quantised = config.get("quantization_config")
+    if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise DataError(
             f"{path}: quantization_config: have weights quantised by {method}, need those from"
@@ -611,15 +659,19 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
-    if file is None:
+    """List the tensors of a checkpoint by name."""
+    files = [folder / name for name in _WEIGHTS if (folder / name).exists()]
+    if not files:
         need = "needs model.safetensors, or an index and its shards; no other weights are read"
         raise DataError(f"{folder}: {need}; {_CONVERT}")
+    file = files[0]
     if file.suffix != ".json":
         return _open(_inside(folder, file.name))
     index = checked(read_json(file, DataError, **_JSON), _Index, f"{file}: index", DataError)
-    shards = [_open(_inside(folder, name)) for name in sorted({*index.weight_map.values()})]
-    return _joined((name, where) for shard in shards for name, where in shard.items())
+    pairs: list[tuple[str, _Stored]] = []
+    for name in sorted({*index.weight_map.values()}):
+        pairs += _open(_inside(folder, name)).items()
+    return _joined(pairs)
 
 
 class _Index(Format):
@@ -659,58 +711,92 @@ def _open(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
+    """Put tensors into one table by name; raise DataError if a name comes twice."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
-        if (other := found.setdefault(name, where)) is not where:
+        other = found.setdefault(name, where)
+        if other is not where:
             both = f"{other.name} of {other.file.name} and {where.name} of {where.file.name}"
             raise DataError(f"{where.file}: {name}: stored twice, as {both}")
     return found
 
 
-def _checked(folder: Path, *, needs_head: bool) -> tuple[Loaded, dict[Tensor, _Stored]]:
+def _checked(folder: Path, *, needs_head: bool) -> tuple[PretrainedModel, dict[Tensor, _Stored]]:
     """Check a checkpoint; return what `inspect` does, and where its tensors are."""
     network, names, config = _described(folder)
-    # The BERT that Google published calls the gains and biases of norms gamma and beta. Here these
-    # names are replaced by those of all other checkpoints, weight and bias.
-    stored = _joined(
-        (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
-        for name, where in _stored(folder).items()
-    )
-    if not any(name.startswith(names.prefix) for name in stored):  # saved without a head
-        stored = {
-            name if _HEADS.fullmatch(name) else names.prefix + name: stored[name] for name in stored
-        }
-    # Of two tied tensors (which config.json declares equal), one may be missing. If both are stored
-    # and differ, both are used, as in transformers 5: somebody may have trained only the head, or
-    # merged a LoRA into it.
-    ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
-    ties = ties if config.get("tie_word_embeddings") is True else {}
-    pairs = [(stored[a], stored[b]) for a, b in ties.items() if {a, b} <= stored.keys()]
-    if not all(
-        {a.kind, b.kind} <= _FLOATS.keys() and np.array_equal(a.read(), b.read()) for a, b in pairs
-    ):
-        ties, config = {}, config | {"tie_word_embeddings": False}
-        network = network.clone(tied=False)
-    copies = {other for name, other in ties.items() if {name, other} <= stored.keys()}
-    wanted = {
-        tensor: next((n for n in (tensor.name, ties.get(tensor.name)) if n in stored), tensor.name)
-        for tensor in tensors(network, names)
-    }
+    stored = _under_usual_names(_stored(folder), names)
+    ties: dict[str, str] = {}
+    if config.get("tie_word_embeddings") is True:
+        ties = _ties(stored, names)
+        if not ties:
+            config = config | {"tie_word_embeddings": False}
+            network = network.clone(tied=False)
+
+    wanted: dict[Tensor, str] = {}  # the name under which each tensor is stored
+    for tensor in tensors(network, names):
+        twin = ties.get(tensor.name)
+        is_missing = tensor.name not in stored and twin in stored
+        wanted[tensor] = twin if twin is not None and is_missing else tensor.name
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
     lacks_head = bool(head) and not needs_head and stored.keys().isdisjoint(head.values())
     if lacks_head:
         wanted = {tensor: name for tensor, name in wanted.items() if tensor not in head}
+
+    copies = {other for name, other in ties.items() if name in stored and other in stored}
     rest = stored.keys() - wanted.values() - copies
-    left_out = {name for name in rest if not needs_head and _HEADS.fullmatch(name)}
+    left_out: set[str] = set()
+    if not needs_head:
+        left_out = {name for name in rest if _HEADS.fullmatch(name)}
     unknown = {name for name in rest - left_out if not _BUFFERS.fullmatch(name)}
     faults = [f"{folder}: {name}: unexpected" for name in unknown]
     faults += _unfit(folder, wanted, stored, network)
     if faults:
         raise DataError(_listed(faults))
     found = {tensor: stored[name] for tensor, name in wanted.items()}
-    kinds = tuple(sorted({_FLOATS[where.kind] for where in found.values()}))
-    lacks = names.head if lacks_head else ""
-    return Loaded(network, None, kinds, tuple(sorted(left_out)), config, lacks), found
+    model = PretrainedModel(
+        network=network,
+        params=None,
+        stored_as=tuple(sorted({_FLOATS[where.kind] for where in found.values()})),
+        left_out=tuple(sorted(left_out)),
+        config=config,
+        lacks=names.head if lacks_head else "",
+    )
+    return model, found
+
+
+def _under_usual_names(stored: dict[str, _Stored], names: WeightMap) -> dict[str, _Stored]:
+    """Rename what some checkpoints call differently, or save without the model's prefix."""
+    # The BERT that Google published calls the gains and biases of norms gamma and beta. All other
+    # checkpoints call them weight and bias.
+    pairs = []
+    for name, where in stored.items():
+        usual = re.sub(r"\.beta$", ".bias", name)
+        usual = re.sub(r"\.gamma$", ".weight", usual)
+        pairs.append((usual, where))
+    renamed = _joined(pairs)
+    if any(name.startswith(names.prefix) for name in renamed):
+        return renamed
+    # Saved without a head.
+    prefixed = {}
+    for name, where in renamed.items():
+        prefixed[name if _HEADS.fullmatch(name) else names.prefix + name] = where
+    return prefixed
+
+
+def _ties(stored: Mapping[str, _Stored], names: WeightMap) -> dict[str, str]:
+    """Return the tensors that are one parameter, each with its twin; empty if they differ.
+
+    One of two may be missing. If both are stored and differ, both are used, as in transformers 5:
+    somebody may have trained only the head, or merged a LoRA into it.
+    """
+    ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
+    for name, twin in ties.items():
+        if name in stored and twin in stored:
+            one, other = stored[name], stored[twin]
+            are_floats = one.kind in _FLOATS and other.kind in _FLOATS
+            if not (are_floats and np.array_equal(one.read(), other.read())):
+                return {}
+    return ties
 
 
 def _unfit(
@@ -732,6 +818,9 @@ def _unfit(
 
 
 def _listed(faults: list[str], most: int = 12) -> str:
+    """Sort faults into lines, at most so many of them."""
     faults = sorted(set(faults))
-    more = [f"... and {len(faults) - most} more"] if len(faults) > most else []
-    return "\n".join(faults[:most] + more)
+    lines = faults[:most]
+    if len(faults) > most:
+        lines.append(f"... and {len(faults) - most} more")
+    return "\n".join(lines)
