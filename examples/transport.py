@@ -9,8 +9,8 @@ import itertools
 
 from adloco_jax import TRANSPORTS, TransportEntry
 from adloco_jax.config import default_config
-from adloco_jax.elastic.formats import Refused, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
+from adloco_jax.elastic.messages import Refused, array_bytes
 
 
 class InMemory:

@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from adloco_jax.elastic.formats import USES  # noqa: E402
+from adloco_jax.elastic.messages import USES  # noqa: E402
 from adloco_jax.run.kept.ledger import read  # noqa: E402
 from adloco_jax.study.summary import goodput  # noqa: E402
 from probes.runs import (  # noqa: E402

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from adloco_jax.elastic import direct, direct_driver, files, served, store
 from adloco_jax.elastic.direct import Remote
-from adloco_jax.elastic.formats import DriverHeartbeat, LearnerRequests, RequestId, ServedFile
+from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, RequestId, ServedFile
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.settings import EngineSettings
 from probes import faulty_store

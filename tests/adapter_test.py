@@ -21,7 +21,7 @@ from adloco_jax.config import completed, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import store
-from adloco_jax.elastic.formats import RunDescription, array_bytes
+from adloco_jax.elastic.messages import RunDescription, array_bytes
 from adloco_jax.elastic.signatures import Signatures
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import program_spec

@@ -15,7 +15,7 @@ from adloco_jax import __version__
 from adloco_jax.config import default_config, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import interleave, split_heldout
-from adloco_jax.elastic.formats import RunDescription
+from adloco_jax.elastic.messages import RunDescription
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import DataError

@@ -11,7 +11,7 @@ from toy import settings_of
 from toy_runs import events, lines, run
 
 from adloco_jax.elastic import store
-from adloco_jax.elastic.formats import DriverHeartbeat, Refused, RunDescription
+from adloco_jax.elastic.messages import DriverHeartbeat, Refused, RunDescription
 from adloco_jax.elastic.signatures import find_key, keep_key
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.join import join

@@ -24,7 +24,7 @@ from adloco_jax import __version__, join
 from adloco_jax.config import validate
 from adloco_jax.data.formats import Format
 from adloco_jax.elastic import bucket, bucket_learner, learner, objects, store
-from adloco_jax.elastic.formats import (
+from adloco_jax.elastic.messages import (
     DriverHeartbeat,
     LearnerHeartbeat,
     LearnerRequests,

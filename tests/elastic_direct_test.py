@@ -18,7 +18,7 @@ from toy_runs import events, run
 
 from adloco_jax.elastic import direct, direct_driver, objects, served, store
 from adloco_jax.elastic.direct import Question, Remote, Ticket, read_ticket
-from adloco_jax.elastic.formats import DriverHeartbeat, LearnerRequests, RequestId
+from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, RequestId
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.settings import EngineSettings

@@ -9,7 +9,7 @@ from toy import data_settings
 from adloco_jax.data import load_corpus
 from adloco_jax.elastic import files, store
 from adloco_jax.elastic.direct_driver import RunObjects
-from adloco_jax.elastic.formats import Refused
+from adloco_jax.elastic.messages import Refused
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ResourceError

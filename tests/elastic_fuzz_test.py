@@ -13,7 +13,7 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax.elastic import pool
-from adloco_jax.elastic.formats import Refused
+from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import DivergedError, ResourceError
 from probes import runs
 

@@ -17,7 +17,7 @@ from toy import settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax.elastic import decisions, engine, learner, store
-from adloco_jax.elastic.formats import USES
+from adloco_jax.elastic.messages import USES
 from adloco_jax.engine.memory import Peak
 from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.host import processes

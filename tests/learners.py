@@ -28,8 +28,8 @@ from adloco_jax.elastic import (
     store,
     transport,
 )
-from adloco_jax.elastic.formats import USES, RunDescription, Sign, array_bytes
 from adloco_jax.elastic.learner import Learner, Reply
+from adloco_jax.elastic.messages import USES, RunDescription, Sign, array_bytes
 from adloco_jax.elastic.transport import TransportEntry
 from adloco_jax.errors import ResourceError
 from adloco_jax.host import processes

@@ -35,7 +35,15 @@ from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
 from adloco_jax.elastic.child import own_learner
 from adloco_jax.elastic.files import Library
-from adloco_jax.elastic.formats import (
+from adloco_jax.elastic.learner import (
+    LearnerSetup,
+    Reply,
+    pack_state,
+    response_form,
+    state_form,
+    unpack_state,
+)
+from adloco_jax.elastic.messages import (
     DriverHeartbeat,
     LearnerHeartbeat,
     LearnerRequests,
@@ -46,14 +54,6 @@ from adloco_jax.elastic.formats import (
     RunDescription,
     array_bytes,
     said,
-)
-from adloco_jax.elastic.learner import (
-    LearnerSetup,
-    Reply,
-    pack_state,
-    response_form,
-    state_form,
-    unpack_state,
 )
 from adloco_jax.elastic.signatures import find_key, given_key, keep_key
 from adloco_jax.elastic.store import Store

@@ -18,7 +18,16 @@ from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.direct import Remote, is_ticket
-from adloco_jax.elastic.formats import (
+from adloco_jax.elastic.learner import (
+    Learner,
+    LearnerSetup,
+    inputs_form,
+    pack_state,
+    sent_form,
+    state_form,
+    unpack_state,
+)
+from adloco_jax.elastic.messages import (
     DriverHeartbeat,
     LearnerHeartbeat,
     LearnerRequests,
@@ -28,15 +37,6 @@ from adloco_jax.elastic.formats import (
     RequestMessage,
     ResponseMessage,
     RunDescription,
-)
-from adloco_jax.elastic.learner import (
-    Learner,
-    LearnerSetup,
-    inputs_form,
-    pack_state,
-    sent_form,
-    state_form,
-    unpack_state,
 )
 from adloco_jax.elastic.signatures import Unneeded, given_key
 from adloco_jax.elastic.store import Store

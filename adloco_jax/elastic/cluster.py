@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
-from adloco_jax.elastic.formats import Refused, array_bytes, said
 from adloco_jax.elastic.learner import Learner, LearnerSetup, Reply
+from adloco_jax.elastic.messages import Refused, array_bytes, said
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.models.architectures import ARCHITECTURES
 

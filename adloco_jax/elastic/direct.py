@@ -26,7 +26,7 @@ from pydantic import Field
 
 from adloco_jax.data.disk import write_errors
 from adloco_jax.data.formats import Count, Format, checked
-from adloco_jax.elastic.formats import Refused
+from adloco_jax.elastic.messages import Refused
 from adloco_jax.elastic.objects import PIECE_BYTES
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.host import processes

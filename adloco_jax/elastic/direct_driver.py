@@ -17,8 +17,8 @@ from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
 from adloco_jax.elastic.direct import Ticket, read_ticket, secret_file
 from adloco_jax.elastic.files import Library
-from adloco_jax.elastic.formats import DriverHeartbeat, Refused, RunDescription, array_bytes
 from adloco_jax.elastic.learner import LearnerSetup, state_form
+from adloco_jax.elastic.messages import DriverHeartbeat, Refused, RunDescription, array_bytes
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.served import Server
 from adloco_jax.elastic.signatures import Unneeded

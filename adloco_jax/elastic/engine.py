@@ -19,8 +19,8 @@ from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.formats import USES, Refused, Request, WorkerRequest
 from adloco_jax.elastic.learner import Inputs, LearnerSetup
+from adloco_jax.elastic.messages import USES, Refused, Request, WorkerRequest
 from adloco_jax.elastic.pool import Event, LearnerPool
 from adloco_jax.elastic.round_record import RoundRecord, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams

@@ -22,7 +22,7 @@ from adloco_jax.data.disk import write_errors
 from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.data.sampling import order_of, stream_rows
-from adloco_jax.elastic.formats import Refused, ServedFile
+from adloco_jax.elastic.messages import Refused, ServedFile
 from adloco_jax.elastic.store import TELL_S, Store
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import in_bytes

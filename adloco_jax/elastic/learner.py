@@ -25,7 +25,7 @@ from adloco_jax.core.outer import Differences, add_packed, pack_differences
 from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
 from adloco_jax.elastic.decisions import num_parts
-from adloco_jax.elastic.formats import (
+from adloco_jax.elastic.messages import (
     Hello,
     Refused,
     Request,

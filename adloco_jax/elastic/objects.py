@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from adloco_jax.elastic.formats import Refused
+from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import ConfigError, reason
 
 PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces

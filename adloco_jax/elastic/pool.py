@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from adloco_jax.elastic.decisions import LearnerRecord, pause_s
-from adloco_jax.elastic.formats import Hello, Sign, said
 from adloco_jax.elastic.learner import LearnerSetup
+from adloco_jax.elastic.messages import Hello, Sign, said
 from adloco_jax.elastic.transport import TRANSPORTS, Transport
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
 from adloco_jax.host import processes

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adloco_jax.elastic.decisions import LearnerRecord, usual_norm
-from adloco_jax.elastic.formats import Refused, Request, check_form
 from adloco_jax.elastic.learner import Response, response_form
+from adloco_jax.elastic.messages import Refused, Request, check_form
 from adloco_jax.engine.round import Outcome
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.loop.control import RoundPlan, Work

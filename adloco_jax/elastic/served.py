@@ -15,7 +15,7 @@ from typing import Any
 
 from adloco_jax.elastic import direct
 from adloco_jax.elastic.direct import Answer, Question, describe_path, read_body, read_message
-from adloco_jax.elastic.formats import DriverHeartbeat, RequestId
+from adloco_jax.elastic.messages import DriverHeartbeat, RequestId
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.store import JSON_LIMIT, from_json
 from adloco_jax.host.terminal import say

@@ -10,7 +10,7 @@ import os
 import secrets
 from pathlib import Path
 
-from adloco_jax.elastic.formats import Refused
+from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import ConfigError
 
 _MARK = b"\nADLOCO_KEY:"  # between the content and the 64 digits of its HMAC

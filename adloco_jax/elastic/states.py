@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
-from adloco_jax.elastic.formats import Refused, Request, StateKey, tree_sha256
+from adloco_jax.elastic.messages import Refused, Request, StateKey, tree_sha256
 from adloco_jax.elastic.pool import Event, LearnerPool
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.loop.adloco import State

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import load, save
 
 from adloco_jax.data.formats import Format, checked
-from adloco_jax.elastic.formats import Refused, check_form
+from adloco_jax.elastic.messages import Refused, check_form
 from adloco_jax.elastic.objects import PIECE_BYTES, Bucket, Busy, Denied, Objects, first_line
 from adloco_jax.elastic.signatures import NUM_BYTES, Signatures
 from adloco_jax.errors import ConfigError, ResourceError, reason
@@ -301,7 +301,7 @@ def pack(message: Format, tree: PyTree) -> bytes:
 def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -> tuple[F, PyTree]:
     """Read what `pack` made: message and tree.
 
-    `form` returns the tree that a message must have (`formats.check_form`). Raises Refused if the
+    `form` returns the tree that a message must have (`messages.check_form`). Raises Refused if the
     object is damaged, or has another form.
     """
     packed = data[64:]

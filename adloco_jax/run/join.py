@@ -12,8 +12,8 @@ from adloco_jax.data.files import is_on_hub
 from adloco_jax.data.formats import with_tuples
 from adloco_jax.elastic.bucket_learner import BucketLearner, check_version, opened, read_run
 from adloco_jax.elastic.files import ROWS, WEIGHTS, ServedRows, served_weights
-from adloco_jax.elastic.formats import RunDescription
 from adloco_jax.elastic.learner import Learner, LearnerSetup
+from adloco_jax.elastic.messages import RunDescription
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.model import Model

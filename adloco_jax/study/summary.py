@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 
-from adloco_jax.elastic.formats import USES
+from adloco_jax.elastic.messages import USES
 from adloco_jax.errors import in_bytes
 from adloco_jax.study.curves import (
     SPENDING,
