@@ -8,7 +8,7 @@ an environment variable of this name names (the tinyshakespeare.txt of karpathy/
 
 Declared before any run: DiLoCo with Muon as in the front, rounds of 110, int4, 75,600 parameters.
 Both arms read the same rows in another order, apart from what a run does not reach. "apart, HeLoCo"
-has the outer step of examples/heloco.py, at the rate whose steady gain is that of DiLoCo's. It
+has the outer step of examples/heloco.py, at DiLoCo's own rate and momentum. It
 enters the package only if it saves 5 % of the steps on seeds that no choice has used. Not written
 yet: a worker at a quarter of the speed.
 """
