@@ -53,7 +53,7 @@ def started(monkeypatch, tmp_path, *words, codes=()):
         return code
 
     monkeypatch.setattr(gpu, "run_part", run_part)
-    given = [f"--out={tmp_path}", "--rows=rows", "--tokenizer=bytes", *words]
+    given = [f"--out={tmp_path}", "--texts=texts", "--tokenizer=bytes", *words]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *given])
     return gpu.main(), calls
 

@@ -108,6 +108,7 @@ def test_fit_leaves_report_table_and_parameters_here_and_equal_ones_through_a_bu
     np.testing.assert_array_equal(exported["next/logits"], names["result"].params["next"]["logits"])
 
     (tmp_path / "bucket").mkdir()
+    monkeypatch.setenv("ADLOCO_KEY", "a secret of at least 32 characters")
     program = changed(changed(LOOP, FIT), BUCKET).replace('"runs/own"', '"runs/far"')
     program = program.replace("s3://BUCKET", f"file://{tmp_path}/bucket")
     how = 'config.engine.steps, config.engine.heartbeat_s = "equal", 8.0'
