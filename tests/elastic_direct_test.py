@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import iroh
@@ -18,9 +19,10 @@ from toy_runs import events, run
 
 from adloco_jax.elastic import direct, direct_driver, objects, served, store
 from adloco_jax.elastic.direct import Question, Remote, Ticket, read_ticket
-from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, RequestId
+from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, Refused, RequestId
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run import join as run_join
 from adloco_jax.settings import EngineSettings
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +148,8 @@ def test_a_learner_does_in_its_own_place_what_a_bucket_would_let_it_do(driver, j
         ("put", "responses/1/0-0/1.safetensors"),
         ("put", "requests/1/1-0/1.safetensors"),
         ("create", "learners/1/7-0.json"),
+        ("create", "learners/1/1-0/7.safetensors"),  # a place, but no heartbeat
+        ("create", "learners/1/01-0.json"),
         ("get", "../endpoint.key"),
         ("put", "/etc/passwd"),
     ],
@@ -386,3 +390,25 @@ def test_a_driver_trains_on_its_own_computer_too(tmp_path):
     assert "  here | the run is over: 2 responses" in done.stdout
     (first, *_) = events(tmp_path / "run", "learner")
     assert first["owner"] == "this computer"
+
+
+def test_a_secret_is_hexadecimal_digits():
+    with pytest.raises(ValueError, match="secret"):
+        Question(do="hello", secret="\u00e9")
+
+
+def test_what_a_driver_serves_is_checked_as_of_its_run(monkeypatch):
+    """Served files are read before the learner exists, and are signed for the run."""
+    here = types.SimpleNamespace(url="there", signatures=types.SimpleNamespace(run=""))
+    seen = []
+
+    def setup(bucket, *arguments, **more):
+        seen.append(bucket.signatures.run)
+        raise Refused("files/x: damaged")
+
+    monkeypatch.setattr(run_join, "opened", lambda *_: contextlib.nullcontext(here))
+    monkeypatch.setattr(run_join, "read_run", lambda _: types.SimpleNamespace(id="this run"))
+    monkeypatch.setattr(run_join, "learner_setup", setup)
+    with pytest.raises(ConfigError, match="files/x: damaged; start the driver again"):
+        run_join.join("there", own={})
+    assert seen == ["this run"]

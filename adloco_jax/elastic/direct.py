@@ -38,7 +38,7 @@ SILENT_S = 30.0  # without a byte, after which a transfer has failed
 LOOK_S = 4.0  # from one look at a connection to the next
 LATE_S = 10.0  # for an answer to a look, after which the connection is given up
 _HEADER_BYTES = 4096  # of a `Question` or `Answer` at most
-_SENT_BYTES = 2**20  # that are handed to iroh at a time
+_SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not taken for a silent one
 _TOLD_BYTES = 2**20  # of a transfer whose rate is told
 _PREFIX = "adloco-"
 _FORMAT = 1  # of tickets
@@ -183,7 +183,9 @@ class Question(Format):
     do: Literal["hello", "look", "get", "put", "create", "delete"]
     name: Annotated[str, Field(max_length=200)] = ""
     size: Count = 0
-    secret: Annotated[str, Field(max_length=64)] = ""  # of "hello", the first of a connection
+    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = (
+        ""  # of "hello", the first of a connection
+    )
 
 
 class Answer(Format):

@@ -199,11 +199,15 @@ def _here(ticket: Ticket) -> Ticket:
     return dataclasses.replace(ticket, addresses=(f"127.0.0.1:{port}",), relay="")
 
 
+_DIFFERENCE_BYTES = 4  # of a parameter at most: a single worker sends float32
+
+
 def _most_bytes(given: LearnerSetup) -> int:
     """Return the largest size of a response in bytes."""
     spec, num_workers = given.spec, given.settings.ensemble.num_workers
     states = array_bytes(state_form(spec))
-    return bucket.limit(()) + num_workers * max(array_bytes(spec.params), states)
+    differences = _DIFFERENCE_BYTES * spec.num_params
+    return bucket.limit(()) + num_workers * max(differences, states)
 
 
 async def _close(endpoint: Any, server: Server) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import re
 import time
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -31,8 +30,30 @@ _SHARED = re.compile(
 )
 _PLACED = re.compile(
     r"(?P<part>learners|requests|responses)/(?P<generation>\d{1,10})/"
-    r"(?P<learner>\d{1,9})-(?P<incarnation>\d{1,9})(\.json|/\d{1,9}\.safetensors)"
+    r"(?P<learner>\d{1,9})-(?P<incarnation>\d{1,9})(\.json|/(?P<request>\d{1,9})\.safetensors)",
+    re.ASCII,
 )
+
+
+def _place_of(name: str) -> tuple[RequestId, str] | None:
+    """Return whose place the name of an object is, and its part; None if it is no such name."""
+    found = _PLACED.fullmatch(name)
+    if found is None:
+        return None
+    part = found["part"]
+    place = RequestId(
+        generation=int(found["generation"]),
+        learner=int(found["learner"]),
+        incarnation=int(found["incarnation"]),
+    )
+    if part == "learners":
+        usual = place.heartbeat_name()
+    else:
+        usual = place.of(int(found["request"] or 0)).name(part)
+    return (place, part) if name == usual else None  # others, such as 00-0, lie nowhere
+
+
+_MOST_NOTED = 1000  # kinds of refusals that are told and remembered
 
 
 class _Turned(Exception):
@@ -65,7 +86,7 @@ class Server:
         self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
         self._connections: dict[str, list[Any]] = {}  # by the id of the learner
         self._num_strangers = 0
-        self._noted: Counter[tuple[str, ...]] = Counter()  # what was refused, to tell it once
+        self._noted: set[tuple[str, ...]] = set()  # what was refused, to tell it once
         self._turned_away, self._told_s = 0, -1e9  # strangers, and when this was said
 
     def owner(self, place: RequestId) -> str:
@@ -84,7 +105,8 @@ class Server:
         """Accept connections until the endpoint is closed."""
         while (incoming := await endpoint.accept_next()) is not None:
             if self._num_strangers >= _MOST_STRANGERS or self.num_connections >= _MOST_LEARNERS:
-                await incoming.refuse()
+                with contextlib.suppress(OSError), direct.connection_errors():  # it has gone
+                    await incoming.refuse()
                 continue
             asyncio.ensure_future(self._serve(incoming))
 
@@ -205,22 +227,24 @@ class Server:
     def _note(self, peer: str, what: str) -> None:
         """Say what a learner did that it may not, once for each kind."""
         kind = peer, re.sub(r"\d+", "", what)
-        self._noted[kind] += 1
-        if self._noted[kind] == 1 and len(self._noted) < 1000:
-            say(f"learner {self._name(peer)} {what}")
+        if kind in self._noted or len(self._noted) >= _MOST_NOTED:
+            return
+        self._noted.add(kind)
+        say(f"learner {self._name(peer)} {what}")
 
     def _limit(self, question: Question, peer: str) -> int:
         """Return how many bytes a learner may write by a request; raise if it may not do it."""
         do, name = question.do, question.name
         if do in ("hello", "look") or (do == "get" and _SHARED.fullmatch(name)):
             return 0
-        if (found := _PLACED.fullmatch(name)) is None:
+        found = _place_of(name)
+        if found is None:
             raise _Turned("refused", "not its place")
-        numbers = {key: int(found[key]) for key in ("generation", "learner", "incarnation")}
-        place, part = RequestId(**numbers), found["part"]
+        place, part = found
         owner = self._owners.get(place)
         if do == "create" and part == "learners":
-            if owner is not None or not self._is_free(place):
+            is_taken = owner is not None and self._objects.get(name) is not None
+            if is_taken or not self._is_free(place):
                 raise _Turned("there")
             return JSON_LIMIT
         if owner is None:  # of a driver before this one
@@ -259,10 +283,10 @@ class Server:
         if question.do == "create":
             if not self._objects.create(name, body):
                 return Answer(status="there"), b""
-            found = _PLACED.fullmatch(name)
-            assert found is not None
-            numbers = {key: int(found[key]) for key in ("generation", "learner", "incarnation")}
-            self._owners[RequestId(**numbers)] = peer
+            found = _place_of(name)
+            assert found is not None, "only places are created"
+            place, _ = found
+            self._owners[place] = peer
         elif question.do == "put":
             self._objects.put(name, body)
         elif question.do == "delete":

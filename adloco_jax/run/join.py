@@ -13,7 +13,7 @@ from adloco_jax.data.formats import with_tuples
 from adloco_jax.elastic.bucket_learner import BucketLearner, check_version, opened, read_run
 from adloco_jax.elastic.files import ROWS, WEIGHTS, ServedRows, served_weights
 from adloco_jax.elastic.learner import Learner, LearnerSetup
-from adloco_jax.elastic.messages import RunDescription
+from adloco_jax.elastic.messages import Refused, RunDescription
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.model import Model
@@ -59,7 +59,13 @@ def join(
                 run = read_run(bucket)
             if run is None:
                 return
-            setup = learner_setup(bucket, run, own, accepts_data, parts, has_files=has_files)
+            bucket.signatures.run = run.id
+            try:
+                setup = learner_setup(bucket, run, own, accepts_data, parts, has_files=has_files)
+            except Refused as error:  # what the driver serves
+                raise ConfigError(
+                    f"{bucket.url}: {error}; start the driver again, or give this machine the files"
+                ) from error
             with processes.stop_requests("leaving when the round under way has ended"):
                 is_over = BucketLearner(bucket, Learner(setup), setup, workdir, run.id).serve()
 
