@@ -256,9 +256,12 @@ def own_key() -> tuple[bytes, filelock.FileLock]:
 def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
     """Read a file that only its user may read; make it if it is missing."""
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        whole = path.with_name(f".{path.name}.{os.getpid()}")  # a kill may leave it, cut
+        whole.unlink(missing_ok=True)
+        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(make())
+        whole.rename(path)
     return path.read_bytes()
 
 

@@ -147,14 +147,18 @@ class CachedFile:
             open(self._kept, "r+b") as kept,
             contextlib.closing(progress),
         ):
-            for number, piece in zip(missing, pool.map(self._fetch, missing), strict=True):
-                file.seek(number * PIECE_BYTES)
-                file.write(piece)
-                file.flush()
-                kept.seek(number)
-                kept.write(b"\1")
-                self._has[number] = True
-                progress.add(len(piece))
+            pieces = pool.map(self._fetch, missing)
+            try:
+                for number, piece in zip(missing, pieces, strict=True):
+                    file.seek(number * PIECE_BYTES)
+                    file.write(piece)
+                    file.flush()
+                    kept.seek(number)
+                    kept.write(b"\1")
+                    self._has[number] = True
+                    progress.add(len(piece))
+            finally:  # a full disk must not wait for the rest, which memory would hold
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, number: int) -> bytes:
         name = f"files/{self.about.root}/{number}"
