@@ -74,7 +74,7 @@ def in_the_site(app, name, source):
         readme = (app.srcdir.parent / "README.md").read_text("utf-8")
         readme = re.sub(r"^\[!\[.*\n", "", readme, flags=re.M)  # badges
         readme = readme.replace("](docs/", "](").replace("](studies/", "](_studies/")
-        readme = re.sub(r"\[(\w+)\]\([A-Z]+\.md\)", r"\1", readme)  # not in the site
+        readme = re.sub(r"\[([\w ]+)\]\([A-Z]+\.md\)", r"\1", readme)  # not in the site
         source[0] = readme + "\n#" + source[0]
 
 
