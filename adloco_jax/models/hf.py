@@ -725,12 +725,15 @@ def _checked(folder: Path, *, needs_head: bool) -> tuple[PretrainedModel, dict[T
     """Check a checkpoint; return what `inspect` does, and where its tensors are."""
     network, names, config = _described(folder)
     stored = _under_usual_names(_stored(folder), names)
-    ties: dict[str, str] = {}
+    ties: dict[str, str] = {}  # from each tensor of a tied pair to the other
     if config.get("tie_word_embeddings") is True:
-        ties = _ties(stored, names)
-        if not ties:
-            config = config | {"tie_word_embeddings": False}
-            network = network.clone(tied=False)
+        ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
+    if _differ(stored, ties):
+        # Both are used, as in transformers 5: somebody may have trained only the head, or merged a
+        # LoRA into it.
+        ties = {}
+        config = config | {"tie_word_embeddings": False}
+        network = network.clone(tied=False)
 
     wanted: dict[Tensor, str] = {}  # the name under which each tensor is stored
     for tensor in tensors(network, names):
@@ -783,20 +786,15 @@ def _under_usual_names(stored: dict[str, _Stored], names: WeightMap) -> dict[str
     return prefixed
 
 
-def _ties(stored: Mapping[str, _Stored], names: WeightMap) -> dict[str, str]:
-    """Return the tensors that are one parameter, each with its twin; empty if they differ.
-
-    One of two may be missing. If both are stored and differ, both are used, as in transformers 5:
-    somebody may have trained only the head, or merged a LoRA into it.
-    """
-    ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
+def _differ(stored: Mapping[str, _Stored], ties: Mapping[str, str]) -> bool:
+    """Whether two tensors that are declared one parameter are both stored, and not equal."""
     for name, twin in ties.items():
         if name in stored and twin in stored:
             one, other = stored[name], stored[twin]
             are_floats = one.kind in _FLOATS and other.kind in _FLOATS
             if not (are_floats and np.array_equal(one.read(), other.read())):
-                return {}
-    return ties
+                return True
+    return False
 
 
 def _unfit(
