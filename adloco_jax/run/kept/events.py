@@ -95,6 +95,7 @@ class Learner(Format):
     trainer: Count | None
     what: str
     why: str
+    owner: str = ""  # the first letters of its id, if it has joined by a ticket
 
 
 class ClassScores(Format):
