@@ -13,7 +13,7 @@ from nets import config_of
 from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
-from adloco_jax.models.quantised import dequantised, is_quantised, quantise
+from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -68,8 +68,8 @@ def test_codes_and_scales_are_those_of_bitsandbytes():
     for w_FD in matrices():
         codes, scales, values = codes_of_bitsandbytes(w_FD)
         ours = quantise(w_FD.T, "nf4")
-        np.testing.assert_array_equal(ours.scale.T, scales)
-        differ = np.asarray(ours.qvalue).astype(np.uint8).T != codes
+        np.testing.assert_array_equal(ours.scales.T, scales)
+        differ = np.asarray(unpacked(ours)).astype(np.uint8).T != codes
         assert differ.mean() < 1e-5  # values half way between two of the code book
         np.testing.assert_array_equal(np.asarray(dequantised(ours)).T[~differ], values[~differ])
 

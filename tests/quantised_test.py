@@ -16,13 +16,15 @@ from adloco_jax.config import completed, default_config, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine import memory
+from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import configured_model, program_spec
+from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here, num_bytes, num_values
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, hf, llama
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
-from adloco_jax.models.quantised import dequantised, is_quantised, quantise
+from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
 from adloco_jax.run.before.estimate import base_dtype_line, fitting_choice
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
@@ -68,11 +70,14 @@ def written_out(base):
 def test_a_matrix_has_a_scale_for_64_numbers_of_a_column(kind, error):
     w_DF = np.random.default_rng(0).normal(size=(192, 40)).astype(np.float32)
     quantised = quantise(w_DF, kind)
-    assert quantised.scale.shape == (3, 40) and quantised.scale.dtype == jnp.float32
-    assert quantised.qvalue.dtype == {"nf4": jnp.uint4, "int8": jnp.int8}[kind]
+    assert quantised.scales.shape == (3, 40) and quantised.scales.dtype == jnp.float32
+    assert unpacked(quantised).dtype == {"nf4": jnp.uint4, "int8": jnp.int8}[kind]
     gap = np.linalg.norm(dequantised(quantised) - w_DF) / np.linalg.norm(w_DF)
     np.testing.assert_allclose(gap, error, rtol=0.05)
-    assert quantise(w_DF[:48], kind).scale.shape == (3, 40)  # 16 divides 48
+    assert quantise(w_DF[:48], kind).scales.shape == (3, 40)  # 16 divides 48
+    odd = quantise(w_DF[:, :39], kind)
+    np.testing.assert_array_equal(dequantised(odd), dequantised(quantised)[:, :39])
+    assert odd.shape == (192, 39)
 
 
 def test_matrices_of_layers_alone_are_quantised_and_the_hash_is_that_of_the_file(folder):
@@ -95,6 +100,21 @@ def test_a_program_takes_two_codes_a_byte(folder):
     program = jax.jit(lambda base: jax.tree.map(jnp.sum, written_out(base))).lower(base).compile()
     found = program.memory_analysis().argument_size_in_bytes
     assert num_bytes(base) <= found < 1.05 * num_bytes(base)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
+    config = config_of(folder)
+    config.model.base_dtype = "nf4"
+    settings = completed(validate(config))
+    spec = program_spec(settings, configured_model(settings, here()), here())
+    programs = Programs(spec)
+    programs.hold(held(folder, "nf4").base)
+    rows = np.random.default_rng(1).integers(0, 257, (2, 17)).astype(np.int32)
+    found = programs.call(loss_key(2), adapter, rows)
+    programs.close()
+    wanted = next_token_loss(NETWORK)(adapter, rows, base=written_out(held(folder, "nf4").base))
+    np.testing.assert_allclose(np.mean(found), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -258,11 +258,10 @@ def begin_workers(
 
 def bytes_here(shapes: PyTree) -> int:
     """Bytes that one device holds of arrays with these shapes and shardings."""
-    bits = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * jax.dtypes.itemsize_bits(leaf.dtype)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
     )
-    return bits // 8
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

@@ -202,8 +202,7 @@ def num_values(tree: PyTree) -> int:
 
 def num_bytes(tree: PyTree) -> int:
     """Bytes that all arrays of a tree take together; shapes with dtypes may stand for arrays."""
-    leaves = jax.tree.leaves(tree)
-    return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in leaves) // 8
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
