@@ -182,7 +182,8 @@ class ModelSettings(SettingsGroup):
     remat: Annotated[bool | None, AUTO, "accepted"] = None
     """Recompute layers in the backward pass, which saves memory. auto: if memory requires it."""
     loss_chunk: Annotated[Number, "accepted"] = 0
-    """Sequences per chunk of the cross-entropy; 0: all at once."""
+    """Sequences per chunk of the cross-entropy; 0: all at once. A sequence of more than 134 million
+    logits counts as several."""
     init_from: str = ""
     """Weights to start from: a folder in Hugging Face layout, its address, or a hub name. Sizes set
     here must equal the checkpoint's. A head that it lacks is random. Empty: random weights."""

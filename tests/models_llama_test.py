@@ -19,7 +19,7 @@ from nets import (
 )
 from trees import assert_close
 
-from adloco_jax.models import Llama, next_token_loss, sequence_losses
+from adloco_jax.models import Llama, llama, next_token_loss, sequence_losses
 from adloco_jax.models.llama import LayerKind, RopeScaling, generate
 
 MODEL = Llama(**LLAMA)
@@ -156,7 +156,7 @@ def test_chunked_losses_gradients_and_slopes_equal_the_whole():
     np.testing.assert_allclose(slope(params, direction), flat(grads) @ flat(direction), rtol=1e-3)
 
 
-def test_chunked_loss_never_holds_all_logits():
+def test_chunked_loss_never_holds_all_logits(monkeypatch):
     model = Llama(**LLAMA | {"vocab_size": 101})
     params, rows = make_params(model), make_rows(model, batch=6)
 
@@ -168,6 +168,30 @@ def test_chunked_loss_never_holds_all_logits():
 
     assert logit_elements(0) == 6 * LENGTH
     assert logit_elements(2) == 2 * LENGTH
+    monkeypatch.setattr(llama, "_MAX_LOGITS", 5 * 101)
+    assert logit_elements(1) == 5
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_loss_and_gradients_of_long_sequences_are_those_of_the_whole(parts, monkeypatch):
+    """Parts of four tokens: one of a sequence is not full, and one chunk is smaller."""
+    params, rows = make_params(MODEL), make_rows(MODEL, batch=3, length=13)
+    weights = np.random.default_rng(0).random(rows.shape, np.float32)
+    rows = np.hstack([rows, 0 * rows, weights.view(np.int32)][:parts])
+    whole = jax.jit(jax.jacrev(sequence_losses(MODEL, row_parts=parts)))(params, rows)
+    monkeypatch.setattr(llama, "_MAX_LOGITS", 5 * MODEL.vocab_size)
+    divided = sequence_losses(MODEL, row_parts=parts, sequences_per_chunk=5)
+    assert_close(jax.jit(jax.jacrev(divided))(params, rows), whole, rtol=1e-4, atol=1e-6)
+
+
+def test_norms_of_gradients_need_whole_sequences(monkeypatch):
+    monkeypatch.setattr(llama, "_MAX_LOGITS", 5 * MODEL.vocab_size)
+    params, rows = make_params(MODEL), jnp.asarray(make_rows(MODEL))
+    losses_fn = sequence_losses(MODEL, sequences_per_chunk=1)
+    of_taps = jax.jit(jax.grad(lambda taps: jnp.mean(losses_fn(params, rows, taps))))
+    norms_B = len(rows) ** 2 * of_taps(jnp.zeros(len(rows)))
+    grads_B = jax.jit(jax.jacrev(losses_fn))(params, rows)
+    np.testing.assert_allclose(norms_B, np.square(flat(grads_B, axes=1)).sum(axis=1), rtol=1e-3)
 
 
 def test_slopes_are_those_of_a_slow_float64_loss():

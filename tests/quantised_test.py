@@ -105,7 +105,7 @@ def test_a_program_takes_two_codes_a_byte(folder):
 @pytest.mark.usefixtures("one_device")
 def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
     config = config_of(folder)
-    config.model.base_dtype = "nf4"
+    config.model.base_dtype, config.adapter.alpha = "nf4", 3.0
     settings = completed(validate(config))
     spec = program_spec(settings, configured_model(settings, here()), here())
     programs = Programs(spec)
@@ -113,8 +113,37 @@ def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
     rows = np.random.default_rng(1).integers(0, 257, (2, 17)).astype(np.int32)
     found = programs.call(loss_key(2), adapter, rows)
     programs.close()
-    wanted = next_token_loss(NETWORK)(adapter, rows, base=written_out(held(folder, "nf4").base))
+    wanted = next_token_loss(NETWORK)(
+        adapter, jnp.asarray(rows), base=written_out(held(folder, "nf4").base)
+    )
     np.testing.assert_allclose(np.mean(found), wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_row_of_8192_tokens_of_packed_chats_is_trained_in_parts():
+    """Recomputed layers and a divided head give the gradients of the whole, in less memory."""
+    length, vocab_size = 8192, 20_000
+    plain = Llama(**SIZES, vocab_size=vocab_size, max_length=length)
+    network = plain.clone(adapter=Adapter(2, 3.0), layer_form="call")
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab_size, (1, length + 1), np.int32)
+    starts = np.arange(length + 1, dtype=np.int32)[None] // 1000 * 1000
+    weights = (rng.random((1, length + 1)) < 0.3).astype(np.float32) / (0.3 * length)
+    rows = np.hstack([tokens, starts, weights.view(np.int32)])
+    drawn = jax.jit(network.init)(jax.random.key(0), rows[:, :8])["params"]
+    low_rank, base = split_adapter(drawn)
+    low_rank = jax.tree.map(lambda x: x + 0.05, low_rank)
+    base = hf.as_held(base, "nf4")
+    results, temporaries = [], []
+    for chunk, remat in ((0, False), (1, True)):
+        loss_fn = next_token_loss(
+            network.clone(remat=remat), sequences_per_chunk=chunk, row_parts=3
+        )
+        program = jax.jit(jax.value_and_grad(loss_fn)).lower(low_rank, rows, None, base).compile()
+        results.append(program(low_rank, rows, None, base))
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    assert_close(results[1], results[0], rtol=1e-4, atol=1e-7)
+    assert temporaries[1] < 0.7 * temporaries[0]
 
 
 @pytest.mark.parametrize("remat", [False, True])

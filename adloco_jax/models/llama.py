@@ -495,6 +495,25 @@ def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
     return {"params": params, BASE: base}
 
 
+_MAX_LOGITS = 2**27  # of a part of a sequence, in a chunked loss: 0.5 GB in float32
+
+
+def _num_parts(length: int, vocab_size: int) -> int:
+    """Return into how many parts of equal length a chunked loss divides a sequence."""
+    parts = 1
+    while -(-length // parts) * vocab_size > _MAX_LOGITS:
+        parts *= 2
+    return parts
+
+
+def _in_parts(x_BL: Array, parts: int) -> Array:
+    """Divide rows [B, L, ...] into parts [B * parts, L / parts, ...]; zeros fill the last one."""
+    batch, length, *rest = x_BL.shape
+    part = -(-length // parts)
+    padding = [(0, 0), (0, part * parts - length), *[(0, 0)] * len(rest)]
+    return jnp.pad(x_BL, padding).reshape(batch * parts, part, *rest)
+
+
 def sequence_losses(
     model: Llama, *, sequences_per_chunk: int = 0, row_parts: int = 1
 ) -> Callable[..., Array]:
@@ -506,7 +525,8 @@ def sequence_losses(
     Args:
       model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
-        0 for all. Results depend on it only by rounding.
+        0 for all. A sequence of more than 2^27 logits counts as several, unless its gradient's norm
+        is measured. Results depend on it only by rounding.
       row_parts: 1 for rows of tokens; 2 for those of `data.prepared.DocumentRows`, to whose
         documents attention is limited; 3 if these have weights.
 
@@ -525,17 +545,31 @@ def sequence_losses(
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
     def head_losses(
-        variables: PyTree,
-        hidden_BLD: Array,
-        targets_BL: Array,
-        weights_BL: Array | None,
-        tap: Tap | TiedTap,
+        variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
         logits_BLV = logits(variables, hidden_BLD, tap)
-        losses_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
-        if weights_BL is None:
-            return jnp.mean(losses_BL, axis=1)
-        return jnp.sum(losses_BL * lax.bitcast_convert_type(weights_BL, jnp.float32), axis=1)
+        return jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
+
+    def token_losses(
+        variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
+    ) -> Array:
+        chunk, length = sequences_per_chunk, targets_BL.shape[1]
+        is_divided = chunk > 0 and tap is None
+        parts = _num_parts(length, model.vocab_size) if is_divided else 1
+        head_inputs = (_in_parts(hidden_BLD, parts), _in_parts(targets_BL, parts), tap)
+        num_rows = parts * len(targets_BL)
+        if chunk == 0 or chunk >= num_rows:
+            return head_losses(variables, *head_inputs)
+
+        whole = num_rows - num_rows % chunk  # the rows of whole chunks
+        chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, chunk, *x.shape[1:]), head_inputs)
+        chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
+        losses = lax.map(chunk_losses, chunks)
+        losses = losses.reshape(whole, -1)
+        if whole < num_rows:
+            rest = jax.tree.map(lambda x: x[whole:], head_inputs)
+            losses = jnp.concatenate([losses, head_losses(variables, *rest)])
+        return losses.reshape(len(targets_BL), -1)[:, :length]
 
     def losses_fn(
         params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
@@ -551,20 +585,12 @@ def sequence_losses(
         starts_BL = parts[1][:, :-1] if row_parts > 1 else None
         weights_BL = parts[2][:, 1:] if row_parts > 2 else None
         hidden_BLD, tap = hidden(variables, inputs_BL, tap_B, starts_BL)
-        head_inputs_B = (hidden_BLD, targets_BL, weights_BL, tap)
-
-        batch, chunk = rows.shape[0], sequences_per_chunk
-        if chunk == 0 or chunk >= batch:
-            return head_losses(variables, *head_inputs_B)
-        split = batch - batch % chunk  # the sequences of whole chunks
-        chunks = jax.tree.map(lambda x: x[:split].reshape(-1, chunk, *x.shape[1:]), head_inputs_B)
-        chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
-        losses_B = lax.map(chunk_losses, chunks).reshape(split)
-        if split == batch:
-            return losses_B
-        rest = jax.tree.map(lambda x: x[split:], head_inputs_B)
-        rest_B = head_losses(variables, *rest)
-        return jnp.concatenate([losses_B, rest_B])
+        if base is not None:
+            tap = None  # the head is frozen
+        losses_BL = token_losses(variables, hidden_BLD, targets_BL, tap)
+        if weights_BL is None:
+            return jnp.mean(losses_BL, axis=1)
+        return jnp.sum(losses_BL * lax.bitcast_convert_type(weights_BL, jnp.float32), axis=1)
 
     return losses_fn
 
