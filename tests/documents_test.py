@@ -12,6 +12,7 @@ import toy
 from nets import FAMILY, LLAMA, flat, loss_of, make_params, make_rows, tapped_grad
 from texts import save_byte_tokenizer, write_documents
 from toy import data_settings
+from trees import assert_close
 
 from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
@@ -179,14 +180,28 @@ def test_cudnn_attends_within_documents_by_a_mask(monkeypatch):
     odd = settings.data.model_copy(update={"sequence_length": 7})  # refused with a mask
     settings = settings.model_copy(update={"data": odd})
     assert configured_model(settings, gpu).attention(1) == "xla"
-    attend = jax.nn.dot_product_attention
 
-    def on_a_cpu(*arrays, implementation, **how):
-        return attend(*arrays, implementation="xla", **how)
+
+def test_cudnn_within_documents_shares_a_mask_among_heads_and_workers_share_a_batch(monkeypatch):
+    """As `attend`, with its gradients, also of workers that go at once."""
+    attend, masks = jax.nn.dot_product_attention, set()
+
+    def on_a_cpu(*arrays, implementation, mask, **how):
+        masks.add(mask.shape)
+        return attend(*arrays, implementation="xla", mask=mask, **how)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
     rng = np.random.default_rng(0)
-    heads = [jnp.asarray(rng.normal(size=(2, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
+    heads = [jnp.asarray(rng.normal(size=(3, 2, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
     starts_BL = jnp.array([[0, 0, 2, 2, 2, 5], [0, 1, 1, 1, 4, 4]])
-    found, wanted = (ATTENTION[name](*heads, starts_BL) for name in ("cudnn", "xla"))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    results = []
+    for name in ("cudnn", "xla"):
+
+        def loss(heads_BnLK, name=name):
+            return jnp.sum(jnp.sin(ATTENTION[name](*heads_BnLK, starts_BL)))
+
+        one = jax.jit(jax.value_and_grad(loss))([array[0] for array in heads])
+        all_at_once = jax.jit(jax.vmap(jax.value_and_grad(loss)))(heads)
+        results.append((one, all_at_once))
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert masks == {(2, 1, 6, 6), (6, 1, 6, 6)}

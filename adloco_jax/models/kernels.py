@@ -140,20 +140,77 @@ def _visible(
     return causal[None, None] & (np.arange(num_keys)[None, None, None] >= starts_B1q1)
 
 
+def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None = None) -> Array:
+    """Call cuDNN's kernel; heads share the mask of documents."""
+    mask = None
+    if starts_BL is not None:
+        mask = np.arange(starts_BL.shape[1])[None, None, None] >= starts_BL[:, None, :, None]
+    return jax.nn.dot_product_attention(
+        q_BLHK, k_BLGK, v_BLGK, mask=mask, scale=1.0, is_causal=True, implementation="cudnn"
+    )
+
+
+def _fused_grads(
+    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array, dy_BLHK: Array
+) -> tuple[Array, Array, Array]:
+    """Compute the gradients of queries, keys and values."""
+    _, vjp = jax.vjp(functools.partial(_fused, starts_BL=starts_BL), q_BLHK, k_BLGK, v_BLGK)
+    return vjp(dy_BLHK)
+
+
+def _in_one_batch(function: Callable) -> Callable:
+    """Let `vmap` call a function of arrays [B, ...] once, on one batch of all.
+
+    jax 0.10.2 cannot map over cuDNN's call if heads share the mask. A mask for each head takes H
+    times the memory: 4.3 GB of bfloat16 with 32 heads and 8,192 positions.
+    """
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def of_batch(axis_size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        merged = []
+        for array, has_axis in zip(arrays, is_mapped, strict=True):
+            if not has_axis:
+                array = jnp.broadcast_to(array, (axis_size, *array.shape))
+            merged.append(array.reshape(-1, *array.shape[2:]))
+        results = mapped(*merged)
+        split = jax.tree.map(lambda y: y.reshape(axis_size, -1, *y.shape[1:]), results)
+        return split, jax.tree.map(lambda y: True, results)
+
+    return mapped
+
+
+_fused_batch = _in_one_batch(_fused)
+_fused_batch_grads = _in_one_batch(_fused_grads)
+
+
+@jax.custom_vjp
+def _attend_in_documents(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array) -> Array:
+    """Compute `_fused` within documents, so that it can be mapped and has a gradient."""
+    return _fused_batch(q_BLHK, k_BLGK, v_BLGK, starts_BL)
+
+
+def _attend_in_documents_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _fused_batch(*inputs), inputs
+
+
+def _attend_in_documents_backward(inputs: tuple[Array, ...], dy_BLHK: Array) -> tuple:
+    return *_fused_batch_grads(*inputs, dy_BLHK), None
+
+
+_attend_in_documents.defvjp(_attend_in_documents_forward, _attend_in_documents_backward)
+
+
 def _attend_cudnn(
     q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
 ) -> Array:
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
 
     def attend(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
-        B, L, H, _ = q_BLHK.shape
-        mask = None
-        if starts_BL is not None:  # a mask that heads share does not pass jax 0.10.2's vmap
-            is_own_B1LL = np.arange(L)[None, None, None] >= starts_BL[:, None, :, None]
-            mask = jnp.broadcast_to(is_own_B1LL, (B, H, L, L))
-        return jax.nn.dot_product_attention(
-            q_BLHK, k_BLGK, v_BLGK, mask=mask, scale=1.0, is_causal=True, implementation="cudnn"
-        )
+        if starts_BL is None:
+            return _fused(q_BLHK, k_BLGK, v_BLGK)
+        starts_BL = jnp.broadcast_to(starts_BL, q_BLHK.shape[:2])
+        return _attend_in_documents(q_BLHK, k_BLGK, v_BLGK, starts_BL)
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
