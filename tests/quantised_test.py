@@ -104,19 +104,26 @@ def test_a_program_takes_two_codes_a_byte(folder):
 
 @pytest.mark.usefixtures("one_device")
 def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
-    config = config_of(folder)
-    config.model.base_dtype, config.adapter.alpha = "nf4", 3.0
-    settings = completed(validate(config))
-    spec = program_spec(settings, configured_model(settings, here()), here())
-    programs = Programs(spec)
-    programs.hold(held(folder, "nf4").base)
-    rows = np.random.default_rng(1).integers(0, 257, (2, 17)).astype(np.int32)
-    found = programs.call(loss_key(2), adapter, rows)
-    programs.close()
-    wanted = next_token_loss(NETWORK)(
-        adapter, jnp.asarray(rows), base=written_out(held(folder, "nf4").base)
-    )
-    np.testing.assert_allclose(np.mean(found), wanted, rtol=1e-5)
+    """Held-out losses of `model.loss_chunk` rows at once are those of all, in less memory."""
+    rows = np.random.default_rng(1).integers(0, 257, (30, 17)).astype(np.int32)
+    losses, temporaries = [], []
+    for chunk in (0, 4):
+        config = config_of(folder)
+        config.model.base_dtype, config.adapter.alpha = "nf4", 3.0
+        config.model.loss_chunk = chunk
+        settings = completed(validate(config))
+        spec = program_spec(settings, configured_model(settings, here()), here())
+        programs = Programs(spec)
+        programs.hold(held(folder, "nf4").base)
+        key = loss_key(len(rows))
+        losses.append(programs.call(key, adapter, rows))
+        temporaries.append(programs[key].memory_analysis().temp_size_in_bytes)
+        programs.close()
+    base = written_out(held(folder, "nf4").base)
+    wanted = next_token_loss(NETWORK)(adapter, jnp.asarray(rows), base=base)
+    np.testing.assert_allclose(np.mean(losses[0]), wanted, rtol=1e-5)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert temporaries[1] < temporaries[0] / 2
 
 
 @pytest.mark.slow

@@ -240,6 +240,7 @@ def program_spec(
         sequential=mode.sequential,
         remat=mode.remat,
         examples_per_pass=num_examples,
+        loss_chunk=settings.model.loss_chunk,
         base=model.base_shapes,
     )
     return on_devices(

@@ -372,8 +372,16 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     shape = (size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
 
+    # Devices that share the rows have few of them each.
+    at_once = spec.loss_chunk if at.mesh.size == 1 else 0
+
     def losses(params, tokens_BL):
-        return jax.vmap(lambda tokens_L: loss_fn(params, tokens_L[None]))(tokens_BL)
+        def loss_of(tokens_L):
+            return loss_fn(params, tokens_L[None])
+
+        if at_once:
+            return jax.lax.map(loss_of, tokens_BL, batch_size=at_once)
+        return jax.vmap(loss_of)(tokens_BL)
 
     return losses, (params, tokens), (), at.replicated
 

@@ -151,6 +151,7 @@ class ProgramSpec:
     remat: bool = False  # whether layers are recomputed in the backward pass
     sequential: bool = False  # whether a device's workers run their rounds one after another
     examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
+    loss_chunk: int = 0  # rows whose held-out losses a device computes at once; 0: all of a call
     attention: Kernel = "xla"  # kernel of the model's attention
     base: PyTree | None = None  # shapes and dtypes of frozen weights, which the loss gets as `base`
 
