@@ -119,14 +119,15 @@ def compiled_arm(config: ConfigDict) -> Arm:
     programs = Programs(spec)
     programs.hold(model.base.params)
     batch_size = settings.batching.initial_batch_size
-    loss = mean_loss(programs, adapter, np.asarray(corpus.heldout_rows[:HELDOUT]), batch_size)
+    heldout = corpus.heldout_rows[np.arange(len(corpus.heldout_rows))]
+    loss = mean_loss(programs, adapter, heldout, batch_size)
     programs.close()
 
     ensemble = adloco_jax.init(
         adapter, num_trainers=1, num_workers=1, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx
     )
     workers = jax.jit(start_round)(ensemble)
-    rows = np.asarray(corpus.rows[:batch_size], np.int32)[None, None]
+    rows = np.int32(corpus.rows[np.arange(batch_size)])[None, None]
     rates = np.full((1, 1), settings.inner.learning_rate, np.float32)
 
     def steps(workers, base, rows_TRBL, rates_TR):

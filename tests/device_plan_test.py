@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_said_with_the_bytes_that_it_needs(monkeypatch):
     lines, record = device_plan(config, "h100")
     assert not record["fits"]
     assert "4 workers of 2 trainers need" in record["fault"]
+    assert "data.sequence_length" in record["fault"]
     assert f"- Nothing fits: {record['fault']}." in lines
 
 

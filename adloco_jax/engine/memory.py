@@ -195,8 +195,8 @@ def _try(
     raise NothingFits(
         f"batching.initial_batch_size={first}: {counted(sum(workers), 'worker')} of"
         f" {counted(len(workers), 'trainer')} need {needed} bytes on a device, have"
-        f" {budget} of {spec.machine.device_bytes}; use fewer workers, a smaller batch or model, or"
-        " model.remat=auto",
+        f" {budget} of {spec.machine.device_bytes}; use fewer workers, a smaller batch or model,"
+        " shorter rows (data.sequence_length), or model.remat=auto",
         needs[first],
     )
 
