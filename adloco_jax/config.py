@@ -213,7 +213,10 @@ def _of_checkpoint(
     model = _filled(model, record)
     recorded = record.get("model", {})
     if model.base_dtype is None:
-        model = model.model_copy(update={"base_dtype": recorded.get("base_dtype")})
+        # A driver finds both for the learner on its computer.
+        remat = recorded.get("remat") if model.remat is None else model.remat
+        update = {"base_dtype": recorded.get("base_dtype"), "remat": remat}
+        model = model.model_copy(update=update)
     weight_map = architectures[model.arch].weight_map
     if not model.init_from or weight_map is None:
         return model, []

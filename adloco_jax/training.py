@@ -46,7 +46,7 @@ from adloco_jax.run.attempts import (
 )
 from adloco_jax.run.before.assemble import Run, assemble
 from adloco_jax.run.before.checks import check_own, check_rules, own_model
-from adloco_jax.run.before.estimate import base_dtype_is_open, base_dtype_line, fitting_choice
+from adloco_jax.run.before.estimate import as_fits, base_dtype_is_open, base_dtype_line
 from adloco_jax.run.join import join as join_run
 from adloco_jax.run.kept.export import write_consensus
 from adloco_jax.run.kept.folder import exclusive, how_to_resume
@@ -124,8 +124,7 @@ def train(
     def put_together() -> Run:
         whole = completed(settings, folder, note=print)
         if base_dtype_is_open(whole):
-            whole, choice = fitting_choice(whole, here())
-            choice.programs.close()
+            whole = as_fits(whole)
             print(base_dtype_line(whole))
         return assemble(
             whole,

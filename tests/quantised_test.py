@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import io
 import json
 import math
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from trees import assert_close
 
+from adloco_jax.cli import look
 from adloco_jax.config import completed, default_config, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
@@ -20,12 +25,12 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here, num_bytes, num_values
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama, hf, llama
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
-from adloco_jax.run.before.estimate import base_dtype_line, fitting_choice
+from adloco_jax.run.before.estimate import as_fits, base_dtype_line, fitting_choice
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
 PLAIN = Llama(**SIZES, vocab_size=257, max_length=32)
@@ -192,9 +197,8 @@ def config_of(folder, **groups):
     return config
 
 
-@pytest.mark.usefixtures("one_device")
-def test_unset_frozen_weights_are_bfloat16_if_these_fit_else_nf4(folder):
-    settings = completed(validate(config_of(folder)))
+def machine_for_nf4(settings):
+    """A machine in whose memory bfloat16 has no room."""
     roomy = Machine(here().devices, 2**30)
 
     def needed(dtype):
@@ -204,12 +208,50 @@ def test_unset_frozen_weights_are_bfloat16_if_these_fit_else_nf4(folder):
         return memory.state_bytes(spec, (1,))
 
     between = math.ceil((needed("bfloat16") + needed("nf4")) / 2 / 0.8)
-    for device_bytes, dtype in ((roomy.device_bytes, "bfloat16"), (between, "nf4")):
-        machine = dataclasses.replace(roomy, device_bytes=device_bytes)
+    return dataclasses.replace(roomy, device_bytes=between)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_unset_frozen_weights_are_bfloat16_if_these_fit_else_nf4(folder):
+    settings = completed(validate(config_of(folder)))
+    small = machine_for_nf4(settings)
+    for machine, dtype in (
+        (dataclasses.replace(small, device_bytes=2**30), "bfloat16"),
+        (small, "nf4"),
+    ):
         found, choice = fitting_choice(settings, machine)
         choice.programs.close()
         assert found.model.base_dtype == dtype
         assert f"model.base_dtype={dtype}" in base_dtype_line(found)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
+    folder, monkeypatch, capsys
+):
+    engine = {"kind": "direct", "relay": "off"}
+    settings = completed(validate(config_of(folder, engine=engine)))
+    small = machine_for_nf4(settings)
+    monkeypatch.setattr(look, "here", lambda: small)
+
+    def run_here(command, *, input, **how):
+        assert command[1:] == ["-m", "adloco_jax.cli.look"]
+        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(input.encode())))
+        code = look.main()
+        return subprocess.CompletedProcess(command, code, capsys.readouterr().out)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    found = as_fits(settings)
+    assert (found.model.base_dtype, found.model.remat) == ("nf4", False)
+    with_remat = settings.model.model_copy(update={"remat": True})
+    assert as_fits(settings.model_copy(update={"model": with_remat})).model.remat is True
+
+    def nothing_fits(settings, machine):
+        raise ResourceError("no room")
+
+    monkeypatch.setattr(look, "fitting_choice", nothing_fits)
+    with pytest.raises(ResourceError, match=r"model\.base_dtype: .* set it \(no room\)"):
+        as_fits(settings)
 
 
 @pytest.mark.parametrize(

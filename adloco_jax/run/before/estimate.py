@@ -4,9 +4,12 @@ Every program is compiled, for devices here or those that a name describes; none
 """
 
 import contextlib
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +20,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from adloco_jax.config import completed, validate
+from adloco_jax.config import completed, executed, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import with_rows
 from adloco_jax.engine.memory import (
@@ -145,6 +148,32 @@ def _with_base_dtype(settings: Settings, dtype: str) -> Settings:
 def base_dtype_is_open(settings: Settings) -> bool:
     """Whether `fitting_choice` is to find how frozen weights are held."""
     return settings.adapter.rank > 0 and settings.model.base_dtype is None
+
+
+def as_fits(settings: Settings) -> Settings:
+    """Find an unset `model.base_dtype` for the devices that train.
+
+    A learner on this computer has its accelerator, not this process. So another process looks at
+    it, and ends before the learner starts. It finds `model.remat` for the learner, too.
+    """
+    if not settings.engine.starts_learner:
+        found, choice = fitting_choice(settings, here())
+        choice.programs.close()
+        return found
+    asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
+    done = subprocess.run(
+        [sys.executable, "-m", "adloco_jax.cli.look"],
+        input=json.dumps(asked) + "\n",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    *_, last = ["", *done.stdout.splitlines()]
+    if done.returncode != 0:
+        raise ResourceError(f"model.base_dtype: not found by what fits here; set it ({last})")
+    found = json.loads(last)
+    remat = found["remat"] if settings.model.remat is None else settings.model.remat
+    update = {"base_dtype": found["base_dtype"], "remat": remat}
+    return settings.model_copy(update={"model": settings.model.model_copy(update=update)})
 
 
 def base_dtype_line(settings: Settings) -> str:
