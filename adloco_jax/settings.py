@@ -263,11 +263,9 @@ class DataSettings(SettingsGroup):
         return self.text_column in CHATS
 
     @property
-    def row_parts(self) -> int:
-        """Integers of a row for each token: 1, or 2 or 3 of `data.prepared.DocumentRows`."""
-        if self.is_chat:
-            return 3
-        return 2 if self.attention == "document" else 1
+    def separates_documents(self) -> bool:
+        """Whether a model sees the documents or chats of a row apart: rows are `RowBatch`es."""
+        return self.is_chat or self.attention == "document"
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
@@ -727,7 +725,6 @@ class Config(SettingsGroup):
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
         is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
         build = inspect.signature(architecture.build)
-        loss = inspect.signature(architecture.loss)
 
         if self.adapter.rank and "adapter" not in build.parameters:
             yield "adapter.rank model.arch", "it can have no adapter; set the first to 0"
@@ -747,7 +744,7 @@ class Config(SettingsGroup):
             yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
         if is_labelled and "text_column" not in source.needs:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
-        if self.data.row_parts > 1 and "row_parts" not in loss.parameters:
+        if self.data.separates_documents and not architecture.separates_documents:
             key = "text_column" if self.data.is_chat else "attention"
             yield f"model.arch data.{key}", "it separates no documents or chats; unset the second"
         if is_labelled and self.data.sequence_length < 3:

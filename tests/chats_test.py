@@ -23,7 +23,6 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
 from adloco_jax.data.chats import counted, num_bytes, read
 from adloco_jax.data.corpus import column_of_texts
-from adloco_jax.data.prepared import row_weights
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.configured import build_model
@@ -83,8 +82,8 @@ def chats_in(corpus):
     """Of each chat in the rows of a corpus: its ids, and its ids that count."""
     found = []
     for side in (corpus.rows, corpus.heldout_rows):
-        tokens, starts, weights = np.split(side[np.arange(len(side))], 3, axis=1)
-        for row, begin, weight in zip(tokens, starts, weights, strict=True):
+        read = side[np.arange(len(side))]
+        for row, begin, weight in zip(read.tokens, read.starts, read.weights, strict=True):
             for start in np.unique(begin):
                 chat = begin == start
                 if weight[chat].any():  # else it is padding
@@ -146,9 +145,9 @@ def test_a_prompt_and_its_completion_are_turns_or_text(tmp_path, tokenizer):
 def test_of_more_chats_than_asked_for_fewer_are_read(tmp_path, tokenizer):
     path = write_documents(tmp_path, [{"messages": chat} for chat in chats_of(60)])
     corpus = load(path, tokenizer, num_sequences=3)
-    rows_EL = corpus.rows[np.arange(3)]
-    assert len(corpus.rows) == 3 and np.isclose(row_weights(rows_EL, 400).mean(), 1)
-    count = np.count_nonzero(rows_EL[:, 2 * 401 :])
+    weights_EL = corpus.rows[np.arange(3)].weights
+    assert weights_EL.shape == (3, 401) and np.isclose(weights_EL.sum(axis=1).mean(), 1)
+    count = np.count_nonzero(weights_EL)
     assert f"; {count:,} and " in corpus.describe()
     chats = len(chats_in(corpus)) - 12
     assert f"data: 1 file; {chats} chats to train on, 12 held out" in corpus.describe()
@@ -287,19 +286,20 @@ def test_a_run_reports_the_loss_of_answers_and_its_model_answers(
     assert "attention by xla within documents" in capsys.readouterr().out
     settings = validate(config)
     corpus = load_corpus(settings)
-    loss_fn = build_model(settings.model, row_parts=settings.data.row_parts)[1]
-    losses = jax.jit(jax.vmap(lambda row: loss_fn(result.params, row[None])))
+    loss_fn = build_model(settings.model)[1]
+    losses = jax.jit(jax.vmap(lambda row: loss_fn(result.params, row)))
     lines = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_text().splitlines()]
     assert lines[0]["loss_unit"] == "nats/token"
     sample = next(line["sample"] for line in reversed(lines) if "sample" in line)
     assert sample[0].endswith(f"{IM[0]}assistant\\n") and sample[0].count("assistant") == 1
     report = split_heldout(
         corpus.heldout_rows, num_sequences=settings.eval.num_sequences, batch_size=1
-    ).report_EL
-    counts = (report[:, 2 * 97 :] != 0).sum(axis=1)
+    ).report_rows
+    counts = (report.weights != 0).sum(axis=1)
     assert len(set(counts)) > 1
+    examples = jax.tree.map(lambda leaf_EL: jnp.asarray(leaf_EL)[:, None], report)
     unit = len(corpus.heldout_rows) / corpus.heldout_rows.num_answer_tokens
-    expected_loss = float(np.sum(losses(jnp.asarray(report))) / unit / counts.sum())
+    expected_loss = float(np.sum(losses(examples)) / unit / counts.sum())
     assert abs(result.loss - expected_loss) < 1e-5 * expected_loss
     monkeypatch.setattr("sys.stdin", io.StringIO("3?\n"))
     capsys.readouterr()

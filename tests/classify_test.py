@@ -109,15 +109,19 @@ def test_every_heldout_row_is_reported_on_or_judges_in_the_proportions_of_all(co
         how = {"num_classes": num_classes, "num_trainers": 2}
         heldout = split_heldout(rows, num_sequences=limit, batch_size=4, **how)
         num_guard = min(32, total // 2)
-        assert len(heldout.guard_EL) == num_guard
-        assert len(heldout.report_EL) == min(limit, total - num_guard)
-        assert not {*heldout.guard_EL[:, 1]} & {*heldout.report_EL[:, 1]}
-        for part in (heldout.guard_EL, heldout.report_EL):
+        assert len(heldout.guard_rows) == num_guard
+        assert len(heldout.report_rows) == min(limit, total - num_guard)
+        assert not {*heldout.guard_rows[:, 1]} & {*heldout.report_rows[:, 1]}
+        for part in (heldout.guard_rows, heldout.report_rows):
             found = np.bincount(part[:, 0], minlength=num_classes)
             assert np.abs(found - len(part) * np.array(counts) / total).max() <= 1.5
-        by_class = ", ".join(map(str, np.bincount(heldout.report_EL[:, 0], minlength=num_classes)))
+        by_class = ", ".join(
+            map(str, np.bincount(heldout.report_rows[:, 0], minlength=num_classes))
+        )
         line = heldout.describe(num_classes)
-        assert line.startswith(f"held out: losses are of {len(heldout.report_EL)} rows ({by_class}")
+        assert line.startswith(
+            f"held out: losses are of {len(heldout.report_rows)} rows ({by_class}"
+        )
         assert f"; {num_guard} others (" in line
     order = interleave(labels)
     np.testing.assert_array_equal(np.sort(order), np.arange(total))
@@ -211,7 +215,7 @@ def test_a_machine_that_joins_compiles_for_rows_of_the_longest_text(tmp_path):
     about = {"id": "r", "adloco_jax": __version__, "commit": "", "fingerprint": corpus.fingerprint}
     run = RunDescription(**about, settings=settings.model_dump(mode="json"))
     given = join.learner_setup(Mock(), run, {}, accepts=False, parts=None)
-    assert given.spec.row_length == corpus.heldout_rows.shape[1] < 64
+    assert given.spec.row.shape[0] == corpus.heldout_rows.shape[1] < 64
 
 
 def test_its_export_is_a_bert_that_reads_a_text_as_it_was_trained(classified):

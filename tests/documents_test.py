@@ -22,6 +22,7 @@ from adloco_jax.engine.spec import Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.kernels import ATTENTION
+from adloco_jax.row_batch import RowBatch
 from adloco_jax.run.before.estimate import plan
 from adloco_jax.training import fit
 
@@ -46,13 +47,13 @@ def packed_rows(model, parts=2):
     counts = np.random.default_rng(0).random(tokens.shape) < (0.5 if parts == 3 else 2)
     counts[:, 0] = False
     rows = DocumentRows(tokens, np.array(starts), counts if parts == 3 else None)
-    return jnp.asarray(rows[np.arange(4)]), counts
+    return jax.tree.map(jnp.asarray, rows[np.arange(4)]), counts
 
 
 def documents_alone(rows, counts):
     """For each document: its row, its tokens with the next separator (padded), and which count."""
     found = []
-    for number, row in enumerate(rows[:, :WIDTH]):
+    for number, row in enumerate(rows.tokens):
         starts = sorted({0, *BEGIN[number]} - {LENGTH})
         for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
             tokens, weights = np.zeros((2, WIDTH), np.int32)
@@ -79,41 +80,43 @@ def test_a_packed_row_is_the_weighted_sum_of_its_documents(name):
     assert np.bincount(number_D).tolist() == [2, 1, 1, 5]
     alone = jax.value_and_grad(functools.partial(loss_sum, plain))
     sums_D, grads_D = jax.jit(jax.vmap(alone, in_axes=(None, 0, 0)))(params, *documents)
-    weights_BD = np.asarray(number_D)[None] == np.arange(len(rows))[:, None]
-    weights_BD = weights_BD * len(rows) / counts.sum()
+    num_rows = len(rows.tokens)
+    weights_BD = np.asarray(number_D)[None] == np.arange(num_rows)[:, None]
+    weights_BD = weights_BD * num_rows / counts.sum()
     losses_B, grads_B = weights_BD @ np.float64(sums_D), weights_BD @ flat(grads_D, axes=1)
 
     def assert_close(actual, expected):
         assert np.max(np.abs(actual - expected)) < 1e-5 * np.max(np.abs(expected))
 
-    losses_fn, loss_fn = sequence_losses(model, row_parts=parts), loss_of(model, row_parts=parts)
+    losses_fn, loss_fn = sequence_losses(model), loss_of(model)
     forward = jax.jit(lambda p, d: jax.jvp(lambda p: losses_fn(p, rows), (p,), (d,)))
     losses, slopes = forward(params, direction)
     assert_close(losses, losses_B)
     assert_close(slopes, grads_B @ flat(direction))
-    in_pairs = sequence_losses(model, row_parts=parts, sequences_per_chunk=2)
+    in_pairs = sequence_losses(model, sequences_per_chunk=2)
     assert_close(jax.jit(in_pairs)(params, rows), losses_B)
     of_examples = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
-    assert_close(flat(of_examples(params, rows[:, None]), axes=1), grads_B)
-    mean, norms_B = tapped_grad(model, row_parts=parts)(params, rows, jnp.zeros(len(rows)))
+    examples = jax.tree.map(lambda leaf_BL: leaf_BL[:, None], rows)
+    assert_close(flat(of_examples(params, examples), axes=1), grads_B)
+    mean, norms_B = tapped_grad(model)(params, rows, jnp.zeros(num_rows))
     assert_close(flat(mean), grads_B.mean(axis=0))
-    assert_close(len(rows) ** 2 * norms_B, np.square(grads_B).sum(axis=1))
+    assert_close(num_rows**2 * norms_B, np.square(grads_B).sum(axis=1))
 
 
 def test_attention_over_rows_runs_the_program_that_knows_no_documents():
     """Its masks are constants."""
     model = MODELS["window"].clone(window=None)
     params, (rows, _) = make_params(model), packed_rows(model)
-    whole = rows.at[:, WIDTH:].set(0)
-    plain, parted = loss_of(model), loss_of(model, row_parts=2)
+    whole = rows.replace(starts=jnp.zeros_like(rows.starts))
+    loss_fn = loss_of(model)
     found = [
         set(re.findall(r"= (ge|le|and)\b", str(jax.make_jaxpr(loss_fn)(params, given))))
-        for loss_fn, given in ((plain, whole[:, :WIDTH]), (parted, whole))
+        for given in (rows.tokens, RowBatch(rows.tokens), whole)
     ]
-    assert found == [set(), {"le", "and"}]
-    assert jax.jit(parted)(params, whole) == jax.jit(plain)(params, whole[:, :WIDTH])
-    with pytest.raises(ValueError, match=r"rows has shape \(4, 37\), expected \[B, 2 \(L\+1\)\]"):
-        parted(params, whole[:, :WIDTH])
+    assert found == [set(), set(), {"le", "and"}]
+    assert jax.jit(loss_fn)(params, whole) == jax.jit(loss_fn)(params, rows.tokens)
+    with pytest.raises(ValueError, match=r"rows has shape \(4, 1\), expected \[B, L\+1\]"):
+        loss_fn(params, rows.tokens[:, :1])
 
 
 IM = ("<|im_start|>", "<|im_end|>")
@@ -137,7 +140,7 @@ def chats(tmp_path):
 def test_a_turn_of_a_chat_sees_the_turns_before_it_and_no_other_chat(chats):
     corpus = load_corpus(chats, note=lambda line: None)
     row = corpus.rows[np.array([1])]
-    tokens, starts = row[:, :200], row[:, 201:401]
+    tokens, starts = row.tokens[:, :200], row.starts[:, :200]
     parts = np.split(tokens[0], np.unique(starts)[1:])
     # After the end of the chat before; its own end is that before the next one.
     texts = {IM[1] + chat(number).removesuffix(IM[1]) for number in range(60)}
@@ -160,7 +163,8 @@ def test_a_run_limits_attention_to_documents(tmp_path, capsys):
     config = toy.tiny_config(data=DOCUMENT | given)
     config.eval.sample_tokens = 4
     spec = spec_of(validate(config), here())
-    assert (spec.row_length, spec.sequence_length) == (34, 16)
+    assert spec.sequence_length == 16
+    assert (spec.row.tokens.shape, spec.row.starts.shape, spec.row.weights) == ((17,), (17,), None)
     assert "attention by xla within documents" in plan(config)
 
 

@@ -1,5 +1,6 @@
 """Files that the driver serves: pieces, a transfer that was cut, and rows that a learner reads."""
 
+import jax
 import numpy as np
 import pytest
 from learners import opened
@@ -122,7 +123,7 @@ def test_served_rows_are_those_of_the_driver_and_only_what_is_read_is_sent(
     before = len(there.read)
     for start in (0, 40):
         want = corpus.batch(0, 0, start, 3)
-        np.testing.assert_array_equal(rows.batch(0, 0, start, 3), want)
+        jax.tree.map(np.testing.assert_array_equal, rows.batch(0, 0, start, 3), want)
     total = sum(file.size for file in library.files if file.name.startswith("train."))
     assert 0 < len(there.read) - before <= 24 and total > 50 * 1024
 

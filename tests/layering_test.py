@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 BELOW = {
     "core": set(),
     "contrib": {"core"},
-    "models": {"core", "settings", "errors"},
+    "row_batch": set(),
+    "models": {"core", "settings", "errors", "row_batch"},
     "settings": set(),
     "errors": set(),
     "__version__": set(),
@@ -25,7 +26,7 @@ BELOW = {
 # `models/hf.py` is a room of its own: it reads and writes files, which the models do not.
 BELOW["loop"] = {"core", "contrib", "settings"}
 BELOW["host"] = {"errors", "__version__"}
-BELOW["data"] = {"settings", "errors"}
+BELOW["data"] = {"settings", "errors", "row_batch"}
 BELOW["models.hf"] = BELOW["data"] | BELOW["models"] | {"data", "models"}
 BELOW["config"] = BELOW["models.hf"] | {"models.hf", "contrib"}
 BELOW["engine"] = BELOW["models.hf"] | BELOW["loop"] | {"models.hf", "loop"}
@@ -43,7 +44,7 @@ PURE_LIBRARIES |= {"operator", "re", "types", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # The pure packages.
-PURE = ("core", "contrib", "models", "settings", "loop")
+PURE = ("core", "contrib", "models", "row_batch", "settings", "loop")
 
 
 def room(parts):

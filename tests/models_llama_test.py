@@ -21,6 +21,7 @@ from trees import assert_close
 
 from adloco_jax.models import Llama, llama, next_token_loss, sequence_losses
 from adloco_jax.models.llama import LayerKind, RopeScaling, generate
+from adloco_jax.row_batch import RowBatch
 
 MODEL = Llama(**LLAMA)
 
@@ -172,15 +173,16 @@ def test_chunked_loss_never_holds_all_logits(monkeypatch):
     assert logit_elements(1) == 5
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_loss_and_gradients_of_long_sequences_are_those_of_the_whole(parts, monkeypatch):
+@pytest.mark.parametrize("beside", [(), ("starts",), ("starts", "weights")])
+def test_loss_and_gradients_of_long_sequences_are_those_of_the_whole(beside, monkeypatch):
     """Parts of four tokens: one of a sequence is not full, and one chunk is smaller."""
-    params, rows = make_params(MODEL), make_rows(MODEL, batch=3, length=13)
-    weights = np.random.default_rng(0).random(rows.shape, np.float32)
-    rows = np.hstack([rows, 0 * rows, weights.view(np.int32)][:parts])
-    whole = jax.jit(jax.jacrev(sequence_losses(MODEL, row_parts=parts)))(params, rows)
+    params, tokens = make_params(MODEL), make_rows(MODEL, batch=3, length=13)
+    weights = np.random.default_rng(0).random(tokens.shape, np.float32)
+    given = {"starts": np.zeros_like(tokens), "weights": weights}
+    rows = RowBatch(tokens, **{name: given[name] for name in beside})
+    whole = jax.jit(jax.jacrev(sequence_losses(MODEL)))(params, rows)
     monkeypatch.setattr(llama, "_MAX_LOGITS", 5 * MODEL.vocab_size)
-    divided = sequence_losses(MODEL, row_parts=parts, sequences_per_chunk=5)
+    divided = sequence_losses(MODEL, sequences_per_chunk=5)
     assert_close(jax.jit(jax.jacrev(divided))(params, rows), whole, rtol=1e-4, atol=1e-6)
 
 

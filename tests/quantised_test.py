@@ -30,6 +30,7 @@ from adloco_jax.models import Llama, hf, llama
 from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
+from adloco_jax.row_batch import RowBatch
 from adloco_jax.run.before.estimate import as_fits, base_dtype_line, fitting_choice
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
@@ -141,16 +142,14 @@ def test_a_row_of_8192_tokens_of_packed_chats_is_trained_in_parts():
     tokens = rng.integers(0, vocab_size, (1, length + 1), np.int32)
     starts = np.arange(length + 1, dtype=np.int32)[None] // 1000 * 1000
     weights = (rng.random((1, length + 1)) < 0.3).astype(np.float32) / (0.3 * length)
-    rows = np.hstack([tokens, starts, weights.view(np.int32)])
-    drawn = jax.jit(network.init)(jax.random.key(0), rows[:, :8])["params"]
+    rows = RowBatch(tokens, starts, weights)
+    drawn = jax.jit(network.init)(jax.random.key(0), tokens[:, :8])["params"]
     low_rank, base = split_adapter(drawn)
     low_rank = jax.tree.map(lambda x: x + 0.05, low_rank)
     base = hf.as_held(base, "nf4")
     results, temporaries = [], []
     for chunk, remat in ((0, False), (1, True)):
-        loss_fn = next_token_loss(
-            network.clone(remat=remat), sequences_per_chunk=chunk, row_parts=3
-        )
+        loss_fn = next_token_loss(network.clone(remat=remat), sequences_per_chunk=chunk)
         program = jax.jit(jax.value_and_grad(loss_fn)).lower(low_rank, rows, None, base).compile()
         results.append(program(low_rank, rows, None, base))
         temporaries.append(program.memory_analysis().temp_size_in_bytes)

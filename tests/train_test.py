@@ -67,7 +67,7 @@ def test_a_reported_loss_is_the_token_mean_of_the_consensus(growing):
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     rows = split_heldout(
         corpus().heldout_rows, num_sequences=8, batch_size=4, num_trainers=3
-    ).report_EL
+    ).report_rows
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert growing.loss == pytest.approx(losses.mean(), rel=1e-5)
 
@@ -77,12 +77,12 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
         # a quarter of the rows belong to the second class
         rows = np.arange(count)[:, None] % 4 // 3
         parts = split_heldout(rows, num_sequences=64, batch_size=4, **options)
-        return len(parts.guard_EL), len(parts.report_EL)
+        return len(parts.guard_rows), len(parts.report_rows)
 
     assert split(20, num_trainers=2) == (10, 10)
     assert split(20) == (0, 20) and split(1) == (0, 1)  # one trainer: nothing is decided
     parts = split_heldout(np.arange(20)[:, None], num_sequences=64, batch_size=4, num_trainers=2)
-    assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
+    assert sorted(np.concatenate([parts.guard_rows, parts.report_rows])[:, 0]) == list(range(20))
     assert sorted([*parts.guard_E, *parts.report_E]) == list(range(20))
     one, two = (
         split_heldout(np.arange(96)[:, None], num_sequences=64, batch_size=4, num_trainers=m)

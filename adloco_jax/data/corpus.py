@@ -20,12 +20,13 @@ import numpy as np
 
 from adloco_jax.data import hub, prepared, rows, sources
 from adloco_jax.data.files import File, cache_folder, find, identity, is_on_hub
-from adloco_jax.data.prepared import DocumentRows, Manifest, PreparedRows, RowArrays
+from adloco_jax.data.prepared import DocumentRows, Manifest, PreparedRows, RowArrays, rows_at
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
 from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, UserError, counted
+from adloco_jax.row_batch import RowBatch, as_row_batch
 from adloco_jax.settings import CHATS, DataSettings, Settings
 
 Note = Callable[[str], None]  # called with each line to show to the user
@@ -48,8 +49,8 @@ class Corpus:
 
     Attributes:
       rows: Rows to train on, [num_sequences, L+1], integers of any width. The row of a labelled
-        text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n. With
-        `data.attention=document`, and for chats, `DocumentRows`.
+        text has 2 + L integers: the class, the number n of tokens, and L tokens, zero after n.
+        `DocumentRows` if the model separates documents.
       heldout_rows: Rows of held-out documents, which have no row in `rows`.
       tokenizer: The tokenizer that made the ids.
       manifest: The description of the rows, and of the files from which they were made.
@@ -80,28 +81,27 @@ class Corpus:
         """A record of each file that was read, see `Manifest.files`."""
         return [record.model_dump(exclude_none=True) for record in self.manifest.files]
 
-    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Return rows `start` to `start + count - 1` of a worker's stream, as int32.
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
+        """Return rows `start` to `start + count - 1` of a worker's stream, as a model reads them.
 
         The arguments are those of `data.sampling.stream_rows`.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
-        return self.rows[index].astype(np.int32, copy=False)
+        return rows_at(self.rows, index)
 
     def describe(self) -> str:
         """Describe the rows of a run in words, with an excerpt of a training row."""
         tokenizer = self.tokenizer
-        width = self.manifest.shapes[0][1]
-        row = self.batch(0, 0, 0, 1)[0, :width]  # starts and weights come behind the tokens
+        row = as_row_batch(self.batch(0, 0, 0, 1)).tokens[0]
         num_train, num_heldout, of_class = str(len(self.rows)), str(len(self.heldout_rows)), ""
         if self.tokens_per_byte is None:  # labelled rows
             num_train += _by_class(self.rows)
             num_heldout += _by_class(self.heldout_rows)
             of_class = f" of class {row[0]}"
-            num_tokens = width - NUM_FIELDS
+            num_tokens = len(row) - NUM_FIELDS
             row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
         else:
-            num_tokens = width - 1
+            num_tokens = len(row) - 1
         return (
             f"{self._describe_text()}\n"
             f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
@@ -264,8 +264,8 @@ def load_corpus(
 
 
 def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | DocumentRows:
-    """Return rows as the model reads them: tokens alone, or with starts and perhaps weights."""
-    if data.row_parts == 1:
+    """Return the rows that arrays hold: tokens alone, unless the model separates documents."""
+    if not data.separates_documents:
         return arrays.tokens
     assert arrays.starts is not None  # packed rows have them
     return DocumentRows(arrays.tokens, arrays.starts, arrays.answers)

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat
 
 from adloco_jax.data.formats import Count, Format, checked, read_json
 from adloco_jax.errors import DataError
+from adloco_jax.row_batch import RowBatch
 
 MANIFEST = "prepared.json"
 FORMAT = 6
@@ -158,10 +159,8 @@ class PreparedRows:
 class DocumentRows:
     """Packed rows that say where the document of each token begins, and for chats what counts.
 
-    `rows[index]` is int32 [n, 2 (L + 1)]: the tokens, then for each of them the first position of
-    the row to which it attends. With `answers` it is [n, 3 (L + 1)]: then come the weights of the
-    tokens' losses, as the bits of float32: zero for tokens that do not count, the same for all that
-    do, and with a sum of one in the average row.
+    `rows[index]` is a `RowBatch`, whose weights are None without `answers`. All tokens that count
+    have the same weight.
 
     In the names of arrays, n is for rows, L for the positions in a row, and k for the documents
     that begin in these rows.
@@ -181,26 +180,15 @@ class DocumentRows:
         """Number of tokens that count in all rows of chats."""
         return 0 if self.answers is None else int(np.count_nonzero(self.answers))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows, and of integers in each."""
-        parts = 2 if self.answers is None else 3
-        return len(self.tokens), parts * self.tokens.shape[1]
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.tokens)
 
-    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+    def __getitem__(self, index: np.ndarray) -> RowBatch:
         """Read the rows at `index`, integers [n]."""
         length = self.tokens.shape[1]
         first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens
         num_rows = len(first_n)
-        rows = np.zeros((num_rows, self.shape[1]), np.int32)
-        tokens_nL = rows[:, :length]  # a part of `rows`, as the next two
-        starts_nL = rows[:, length : 2 * length]
-        weights_nL = rows[:, 2 * length :]
-        tokens_nL[:] = self.tokens[index]
 
         # Each row's documents are a range of `self.starts`. Their starts are written where they
         # are, and carried on to the positions behind them.
@@ -210,26 +198,23 @@ class DocumentRows:
         ranges = [np.arange(begin, end) for begin, end in zip(begin_n, end_n, strict=True)]
         which_k = np.concatenate([np.arange(0), *ranges])
         position_k = self.starts[which_k] - first_n[row_k]
+        starts_nL = np.zeros((num_rows, length), np.int32)
         starts_nL[row_k, position_k] = position_k
         np.maximum.accumulate(starts_nL, axis=1, out=starts_nL)
 
+        weights_nL = None
         if self.answers is not None:
             weight = np.float32(len(self.answers) / self.num_answer_tokens)
-            weights_nL.view(np.float32)[:] = self.answers[index] * weight
-        return rows
+            weights_nL = self.answers[index] * weight
+        tokens_nL = self.tokens[index].astype(np.int32, copy=False)
+        return RowBatch(tokens_nL, starts_nL, weights_nL)
 
 
-def row_weights(rows_EL: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Return the sum of the weights of each row's tokens, float [E]; one if they have none.
-
-    The rows, E of them, are those of `DocumentRows`, or rows without weights.
-    """
-    width = sequence_length + 1
-    has_weights = rows_EL.shape[1] == 3 * width
-    if not has_weights:
-        return np.ones(len(rows_EL))
-    weights_EL = np.ascontiguousarray(rows_EL[:, 2 * width :]).view(np.float32)
-    return weights_EL.sum(axis=1, dtype=np.float64)
+def rows_at(rows: np.ndarray | DocumentRows, index: np.ndarray) -> np.ndarray | RowBatch:
+    """Read the rows at `index`, integers [n], as a model reads them: tokens are int32."""
+    if isinstance(rows, DocumentRows):
+        return rows[index]
+    return rows[index].astype(np.int32, copy=False)
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:

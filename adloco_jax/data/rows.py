@@ -46,13 +46,12 @@ CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 
 
 def row_length(data: DataSettings, num_classes: int | None) -> int:
-    """Integers in the longest row that the model reads, with L = `data.sequence_length`.
+    """Integers in the longest row, with L = `data.sequence_length`.
 
-    A text has L + 1 tokens, perhaps with starts and weights (`data.prepared.DocumentRows`); a
-    labelled row at most L, after its class and its length.
+    A text has L + 1 tokens; a labelled row at most L, after its class and its length.
     """
     fields = 1 if num_classes is None else NUM_FIELDS
-    return (data.sequence_length + fields) * data.row_parts
+    return data.sequence_length + fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import dataclasses
 
 import numpy as np
 
-from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.data.prepared import DocumentRows, rows_at
 from adloco_jax.errors import ConfigError, DataError, counted
+from adloco_jax.row_batch import RowBatch, as_row_batch
 from adloco_jax.settings import Settings
 
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
@@ -210,8 +211,8 @@ class HeldOut:
     In the names of arrays, E is for rows and L for the integers of a row.
     """
 
-    guard_EL: np.ndarray  # rows that only decisions use
-    report_EL: np.ndarray  # rows on which the reported losses are measured
+    guard_rows: np.ndarray | RowBatch  # rows that only decisions use
+    report_rows: np.ndarray | RowBatch  # rows on which the reported losses are measured
     batch_size: int  # rows per call of the evaluation program
     guard_E: np.ndarray  # positions of the guard rows among all held-out rows
     report_E: np.ndarray  # positions of the reported rows
@@ -219,36 +220,35 @@ class HeldOut:
     def describe(self, num_classes: int | None = None) -> str:
         """Describe in one line how many rows each part has, and of each class if labelled."""
 
-        def by_class(rows_EL: np.ndarray) -> str:
+        def by_class(rows: np.ndarray | RowBatch) -> str:
             if num_classes is None:
                 return ""
-            counts = np.bincount(
-                rows_EL[:, 0], minlength=num_classes
-            )  # a row begins with its class
+            classes = as_row_batch(rows).tokens[:, 0]  # a labelled row begins with its class
+            counts = np.bincount(classes, minlength=num_classes)
             return f" ({', '.join(map(str, counts))} by class)"
 
-        text = f"held out: losses are of {len(self.report_EL)} rows{by_class(self.report_EL)}"
-        if len(self.guard_EL):
-            text += f"; {len(self.guard_EL)} others{by_class(self.guard_EL)} judge merges and"
+        text = f"held out: losses are of {len(self.report_E)} rows{by_class(self.report_rows)}"
+        if len(self.guard_E):
+            text += f"; {len(self.guard_E)} others{by_class(self.guard_rows)} judge merges and"
             text += " choose the model"
         return text
 
 
 def split_heldout(
-    rows_EL: np.ndarray | DocumentRows,
+    rows: np.ndarray | DocumentRows,
     *,
     num_sequences: int,
     batch_size: int,
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draw guard rows and reported rows, each in the order of `rows_EL`.
+    """Draw guard rows and reported rows, each in the order of `rows`.
 
     With one trainer there is nothing to choose: no row is a guard row. Classes have about the same
     shares in both. The draw ignores the run's seed, so runs with different seeds report losses on
     the same rows. Raises DataError without a row, or with only one for several trainers.
     """
-    num_rows = len(rows_EL)
+    num_rows = len(rows)
     if num_trainers == 1:
         need, use = 1, "to report on"
     else:
@@ -260,7 +260,7 @@ def split_heldout(
         )
     order = permute(np.arange(num_rows), num_items=num_rows, key=np.zeros(1, np.uint64))
     if num_classes is not None:
-        labels = rows_EL[order][:, 0]
+        labels = as_row_batch(rows_at(rows, order)).tokens[:, 0]
         order = order[interleave(labels)]
     num_guard = min(MAX_GUARD_ROWS, num_rows // 2)
     guard_E, report_E = order[:num_guard], order[num_guard:]
@@ -272,8 +272,8 @@ def split_heldout(
     guard_E = np.sort(guard_E)
     report_E = np.sort(report_E[:num_sequences])
     return HeldOut(
-        guard_EL=rows_EL[guard_E],
-        report_EL=rows_EL[report_E],
+        guard_rows=rows_at(rows, guard_E),
+        report_rows=rows_at(rows, report_E),
         batch_size=batch_size,
         guard_E=guard_E,
         report_E=report_E,

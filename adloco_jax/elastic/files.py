@@ -20,13 +20,14 @@ from adloco_jax.data import Corpus, prepared
 from adloco_jax.data.corpus import fingerprint_of, rows_as_read
 from adloco_jax.data.disk import write_errors
 from adloco_jax.data.files import cache_folder, trim_cache
-from adloco_jax.data.prepared import DocumentRows
+from adloco_jax.data.prepared import DocumentRows, rows_at
 from adloco_jax.data.sampling import order_of, stream_rows
 from adloco_jax.elastic.messages import Refused, ServedFile
 from adloco_jax.elastic.store import TELL_S, Store
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import in_bytes
 from adloco_jax.host.terminal import say
+from adloco_jax.row_batch import RowBatch
 from adloco_jax.settings import Settings
 
 PIECE_BYTES = 2**20
@@ -242,7 +243,7 @@ class ServedRows:
         self.shards = [record.model_dump(exclude_none=True) for record in manifest.files]
         self._order = order_of(settings, len(self.rows), where="the driver's rows")
 
-    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
         """Return rows of a worker's stream, as `Corpus.batch` does, once they are here."""
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         row_bytes = self._tokens.strides[0]
@@ -250,4 +251,4 @@ class ServedRows:
         first_n = offset + np.asarray(index) * row_bytes
         last_n = first_n + row_bytes - 1
         self._file.read(np.union1d(first_n // PIECE_BYTES, last_n // PIECE_BYTES).tolist())
-        return self.rows[index].astype(np.int32, copy=False)
+        return rows_at(self.rows, index)

@@ -272,19 +272,21 @@ class Learner:
         key: StateKey = (request.trainer, work.worker_id, work.start)
         self._keep_state(key, inputs)
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
-        rows_BL = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
+        rows_B = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
-            test = padded_stats_rows(group, [rows_BL], np.array([work.num_tested], np.int32), spec)
+            test = padded_stats_rows(group, [rows_B], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
         alone = _alone(params_M)
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
             alone = alone.replace(inner_state_R=before_R)
+        shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)
+        rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
         parts = request.micro_batch_size // plan.micro_batch_size  # of the driver's micro-batch
         calls = calls_of(
             group,
-            rows_BL.reshape(plan.num_micro_batches, 1, plan.micro_batch_size, -1),
+            rows_T1B,
             inputs.rate_T.repeat(parts)[:, None],
             np.array([key], np.int32),
             spec,

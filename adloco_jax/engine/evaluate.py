@@ -14,31 +14,39 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.merge import merge
 from adloco_jax.core.types import Ensemble
-from adloco_jax.data.prepared import row_weights
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.loop.adloco import State
+from adloco_jax.row_batch import RowBatch, as_row_batch
 
 
-def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Compute the mean loss of one model over some rows; each counts by the weights in it, if any.
+def mean_loss(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> float:
+    """Compute the mean loss of one model over some rows; each counts by its weights, if any.
 
     The loss is in nats per token for rows of text, and in nats per row for labelled rows.
     """
-    weights_E = row_weights(rows_EL, programs.spec.sequence_length)
-    return float(np.mean(_losses(programs, params, rows_EL, batch_size)) / np.mean(weights_E))
+    mean = np.mean(_losses(programs, params, rows_E, batch_size))
+    weights_EL = as_row_batch(rows_E).weights
+    if weights_EL is None:
+        return float(mean)
+    return float(mean / np.mean(weights_EL.sum(axis=1, dtype=np.float64)))
 
 
 def class_report(
-    programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
+    programs: Programs,
+    params: PyTree,
+    rows: np.ndarray | RowBatch,
+    batch_size: int,
+    num_classes: int,
 ) -> dict:
     """Measure `accuracy`; in `classes`, each one's `precision`, `recall`, `f1` and `support`.
 
     A score is None if it is undefined. The predicted class is the label with which the row has the
     smallest loss.
     """
+    rows_EL = as_row_batch(rows).tokens  # each row begins with its label
 
     def losses_under(label: int) -> np.ndarray:
         labels_E1 = np.full_like(rows_EL[:, :1], label)
@@ -57,17 +65,21 @@ def class_report(
     return {"accuracy": float(np.mean(predicted_E == rows_EL[:, 0])), "classes": classes}
 
 
-def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
+def _losses(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> np.ndarray:
     """Compute one model's loss of each row, [E]."""
     key = loss_key(batch_size)
     params = reshard(params, programs[key].input_shardings[0][0])  # once, not again in each call
     losses = []
-    for start in range(0, len(rows_EL), batch_size):
-        rows = rows_EL[start : start + batch_size].astype(np.int32)
-        # The last batch is padded with copies of its last row, whose losses are dropped.
-        padded = np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), mode="edge")
-        losses.append(programs.call(key, params, padded))
-    return np.concatenate(losses)[: len(rows_EL)]
+    num_rows = len(as_row_batch(rows_E).tokens)
+    for start in range(0, num_rows, batch_size):
+        # The last batch is padded with copies of the last row, whose losses are dropped.
+        index_B = np.minimum(np.arange(start, start + batch_size), num_rows - 1)
+        losses.append(programs.call(key, params, _batch(rows_E, index_B)))
+    return np.concatenate(losses)[:num_rows]
+
+
+def _batch(rows_E: PyTree, index_B: np.ndarray) -> PyTree:
+    return jax.tree.map(lambda leaf_EL: leaf_EL[index_B], rows_E)
 
 
 def loss_key(batch_size: int) -> ProgramKey:
@@ -108,7 +120,7 @@ def guard_losses(
 
 
 def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
-    return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
+    return mean_loss(programs, params, heldout.guard_rows, heldout.batch_size)
 
 
 def consensus(

@@ -4,12 +4,13 @@ Trainers are divided into groups, so that one compiled program can run each grou
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
-from jax import Array
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.data.prepared import DocumentRows
@@ -31,6 +32,7 @@ from adloco_jax.loop.plans import (
     test_count,
     update_flags,
 )
+from adloco_jax.row_batch import RowBatch
 from adloco_jax.settings import BatchingSettings, EnsembleSettings, MergeSettings, Settings
 
 
@@ -53,11 +55,12 @@ class Rows(Protocol):
     def tokens_per_byte(self) -> float | None:
         """Tokens per UTF-8 byte of the held-out text; None if the data are known only as tokens."""
 
-    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
         """Return `count` rows of a data stream from row `start` on: int32 [count, L + 1].
 
         Trainer id and permanent worker id (`stream`) together identify the stream, which has no
-        end. Labelled rows have L + 2 integers.
+        end. Labelled rows have L + 2 integers. Rows whose documents a model separates have their
+        starts, and perhaps weights, beside the tokens (`RowBatch`).
         """
 
 
@@ -93,14 +96,14 @@ class StatsRows(NamedTuple):
     """The rows on which the gradient statistics of a group's workers are measured."""
 
     group: Group
-    rows_RBL: Array
+    rows_RB: PyTree  # leaves [R, B, L + 1]
     count_R: np.ndarray  # number of rows that count, for each worker; all later rows are padding
 
 
 class Call(NamedTuple):
     """The arguments of one call of `steps` except the workers: T micro-batches of R workers."""
 
-    tokens_TRBL: Array  # [T, R, B, L + 1]
+    rows_TRB: PyTree  # leaves [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
     update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
     # For a loss that takes `key`: trainer id, data stream, position of the call's first sequence.
@@ -251,16 +254,15 @@ def make_round_inputs(
         for m, plan in plans.items()
     }
     calls: list[list[Call]] = []
-    beginnings: dict[tuple[int, int, int], np.ndarray] = {}  # each worker's sequences to measure
+    beginnings: dict[tuple[int, int, int], PyTree] = {}  # each worker's sequences to measure
     for group in groups:
         reads = control.reads(group.trainers)
-        rows_TRBL = _sequences(reads, group, spec, rows, tested_here)
+        rows_TRB = _sequences(reads, group, spec, rows, tested_here)
         for index, read in enumerate(reads):
             trainer, _, _ = read
-            flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
-            beginnings[read] = flat[: num_tested[trainer]]
+            beginnings[read] = _first_rows(rows_TRB, index, num_tested[trainer])
         rate_TR = np.repeat([rates[m] for m in group.trainers], group.sizes, axis=0).T
-        calls.append(calls_of(group, rows_TRBL, rate_TR, np.array(reads, np.int32), spec))
+        calls.append(calls_of(group, rows_TRB, rate_TR, np.array(reads, np.int32), spec))
     stats_rows = [
         padded_stats_rows(
             group,
@@ -276,7 +278,7 @@ def make_round_inputs(
 
 def calls_of(
     group: Group,
-    rows_TRBL: np.ndarray,
+    rows_TRB: PyTree,
     rate_TR: np.ndarray,
     reads_R3: np.ndarray,
     spec: ProgramSpec,
@@ -299,7 +301,7 @@ def calls_of(
                 stream_R3 = reads_R3[workers] + read_before
             calls.append(
                 Call(
-                    tokens_TRBL=reshard(rows_TRBL[part, workers], tokens_at),
+                    rows_TRB=_sent(_part(rows_TRB, part, workers), tokens_at),
                     rate_TR=rate_TR[part, workers],
                     update_T=flag_T[part] if key.accumulates else None,
                     stream_R3=stream_R3,
@@ -310,14 +312,40 @@ def calls_of(
 
 
 def padded_stats_rows(
-    group: Group, beginnings_R: Sequence[np.ndarray], count_R: np.ndarray, spec: ProgramSpec
+    group: Group, beginnings_R: Sequence[PyTree], count_R: np.ndarray, spec: ProgramSpec
 ) -> StatsRows:
     """Send the first `count_R` rows of each worker, padded, to the devices."""
-    shape = (len(count_R), spec.max_test_sequences, spec.row_length)
-    test_RBL = np.zeros(shape, np.int32)
-    for test_BL, rows_BL, count in zip(test_RBL, beginnings_R, count_R, strict=True):
-        test_BL[:count] = rows_BL[:count]
-    return StatsRows(group, reshard(test_RBL, placement(spec, group.layout).workers), count_R)
+    test_RB = _zero_rows(spec, (len(count_R), spec.max_test_sequences))
+    for worker, (rows_B, count) in enumerate(zip(beginnings_R, count_R, strict=True)):
+        for test_RBL, rows_BL in _pairs(test_RB, rows_B):
+            test_RBL[worker, :count] = rows_BL[:count]
+    return StatsRows(group, _sent(test_RB, placement(spec, group.layout).workers), count_R)
+
+
+def _zero_rows(spec: ProgramSpec, shape: tuple[int, ...]) -> PyTree:
+    """Make room for rows as the run's model reads them: leaves [*shape, L + 1]."""
+    return jax.tree.map(lambda leaf: np.zeros((*shape, *leaf.shape), leaf.dtype), spec.row)
+
+
+def _pairs(to: PyTree, rows: PyTree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pair the arrays of two trees of rows, such as their tokens."""
+    return zip(jax.tree.leaves(to), jax.tree.leaves(rows), strict=True)
+
+
+def _sent(rows: PyTree, to: NamedSharding) -> PyTree:
+    """Send all arrays of rows to the same devices."""
+    return reshard(rows, jax.tree.map(lambda leaf: to, rows))
+
+
+def _part(rows_TRB: PyTree, micro_batches: slice, workers: np.ndarray) -> PyTree:
+    return jax.tree.map(lambda leaf_TRBL: leaf_TRBL[micro_batches, workers], rows_TRB)
+
+
+def _first_rows(rows_TRB: PyTree, worker: int, count: int) -> PyTree:
+    """Return the first rows of a round that a worker reads, at most `count`: leaves [B, L + 1]."""
+    return jax.tree.map(
+        lambda leaf_TRBL: leaf_TRBL[:, worker].reshape(-1, leaf_TRBL.shape[-1])[:count], rows_TRB
+    )
 
 
 def _positions(group: Group, num_turns: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
@@ -347,16 +375,17 @@ def _sequences(
     spec: ProgramSpec,
     rows: Rows,
     tested_here: Set[tuple[int, int, int]],
-) -> np.ndarray:
-    """Read the rows that a group's workers train on in a round: int32 [T, R, B, L + 1]."""
-    size = group.plan.micro_batch_size
-    shape = (group.plan.num_micro_batches, len(reads), size, spec.row_length)
-    rows_TRBL = np.zeros(shape, np.int32)
+) -> PyTree:
+    """Read the rows that a group's workers train on in a round: leaves [T, R, B, L + 1]."""
+    num_micro_batches, size = group.plan.num_micro_batches, group.plan.micro_batch_size
+    shape = (num_micro_batches, len(reads), size)
+    rows_TRB = _zero_rows(spec, shape)
     tokens_at = placement(spec, group.steps_key().layout).tokens_TRBL(size)
     trained_here = _here(tokens_at, shape, 1)
     for index, read in enumerate(reads):
         if index not in trained_here and read not in tested_here:
             continue
-        taken = rows.batch(*read, len(rows_TRBL) * size)
-        rows_TRBL[:, index] = taken.reshape(len(rows_TRBL), size, -1)
-    return rows_TRBL
+        taken = rows.batch(*read, num_micro_batches * size)
+        for leaf_TRBL, rows_BL in _pairs(rows_TRB, taken):
+            leaf_TRBL[:, index] = rows_BL.reshape(num_micro_batches, size, -1)
+    return rows_TRB

@@ -40,6 +40,7 @@ from adloco_jax.models.configured import (
     initialiser,
 )
 from adloco_jax.models.layers import split_adapter
+from adloco_jax.row_batch import RowBatch
 from adloco_jax.settings import BatchingSettings, DataSettings, ModelSettings, Settings
 
 
@@ -81,7 +82,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
     def loss_of(mode, kernel):
         how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
-        return build_model(model, settings.adapter, row_parts=data.row_parts, **how)[1]
+        return build_model(model, settings.adapter, **how)[1]
 
     if settings.adapter.rank:
         whole_fn = init_fn
@@ -127,7 +128,7 @@ def attention(
         "cudnn"
         if (
             takes(ARCHITECTURES[model.arch].build, "attention")
-            and (data.row_parts == 1 or data.sequence_length % 2 == 0)
+            and (not data.separates_documents or data.sequence_length % 2 == 0)
             and data.sequence_length <= min(windows, default=math.inf)
             and model.dtype == "bfloat16"
             and head_size <= 128
@@ -206,7 +207,7 @@ def program_spec(
 ) -> ProgramSpec:
     """Collect what all programs of a run share; choose model shards and the attention kernel.
 
-    `found_length` is the length of the rows that were found, which may be shorter than the
+    `found_length` is the number of integers in each row that was found, which may be fewer than the
     settings allow; None: as the settings say. Errors are those of `model_shards`.
     """
     # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
@@ -229,7 +230,7 @@ def program_spec(
         outer_tx=outer_transform(settings.outer, model.outer_tx),
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
-        row_length=longest - unused,
+        row=_row(data, longest - unused),
         sequence_length=data.sequence_length - unused,
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         inner_products=measures_inner_products(batching),
@@ -250,6 +251,16 @@ def program_spec(
         given=settings.ensemble.model_shards,
         memory_frac=batching.memory_frac,
     )
+
+
+def _row(data: DataSettings, length: int) -> PyTree:
+    """Describe a row of `length` integers as the model reads it: an array, or a `RowBatch`."""
+    tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+    if not data.separates_documents:
+        return tokens
+    starts = jax.ShapeDtypeStruct((length,), jnp.int32)
+    weights = jax.ShapeDtypeStruct((length,), jnp.float32) if data.is_chat else None
+    return RowBatch(tokens, starts, weights)
 
 
 def _require_no_key(loss_fn: LossFn) -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -53,6 +54,7 @@ from adloco_jax.engine.spec import (
 )
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import AUTO_TEST_MIN
+from adloco_jax.row_batch import as_row_batch
 
 # Most float32 values of per-example gradients that a worker holds at once: 256 MB.
 GRADIENTS_HELD = 2**26
@@ -239,8 +241,8 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     count = num_sequential(spec, key.layout)
     advance = _inner_steps(spec, at) if count == 1 else _one_worker(spec, at)
 
-    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *position):
-        keyed = add_keys(spec, tokens_TRBL, stream_R3)
+    def steps(workers, rows_TRB, rate_TR, update_T, stream_R3, *position):
+        keyed = add_keys(spec, rows_TRB, stream_R3)
         return advance(workers, keyed, rate_TR, update_T, *position)
 
     arguments = (workers, *_batch_spec(spec, key, at, count))
@@ -282,8 +284,8 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         # are sharded in the loop over inner steps.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
-        inputs_T = (add_keys(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
+    def fragment_program(ensemble, workers, rows_TRB, rate_TR, update_T, stream_R3, fragment):
+        inputs_T = (add_keys(spec, rows_TRB, stream_R3), rate_TR, update_T)
         return fragment_steps(
             ensemble,
             workers,
@@ -323,8 +325,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program that measures each worker's gradient statistics at its trainer."""
     num_trainers, num_workers = len(key.sizes), sum(key.sizes)
     params_M = ensemble_spec(spec, key.layout).params_M
-    shape = (num_workers, spec.max_test_sequences, spec.row_length)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
+    rows = _rows_spec(spec, (num_workers, spec.max_test_sequences), at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
     # A pass is padded to its full size, so it is at most the fewest sequences of a test.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
@@ -350,18 +351,18 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         axis_names={"trainer", "worker"},  # the partitioner divides a worker over devices
         check_vma=False,
     )
-    def of_each(params_M, trainer_R, tokens_RBL, count_R):
+    def of_each(params_M, trainer_R, rows_RB, count_R):
         def of_worker(worker):
-            trainer, tokens_BL, count = worker
+            trainer, rows_B, count = worker
             params = jax.tree.map(lambda leaf: leaf[trainer % trainers_here], params_M)
-            return own_stats(params, tokens_BL, num_examples=count)
+            return own_stats(params, rows_B, num_examples=count)
 
-        return jax.lax.map(of_worker, (trainer_R, tokens_RBL, count_R))
+        return jax.lax.map(of_worker, (trainer_R, rows_RB, count_R))
 
-    def stats(params_M, tokens_RBL, count_R):
-        return of_each(params_M, jnp.array(of_workers(key.sizes)), tokens_RBL, count_R)
+    def stats(params_M, rows_RB, count_R):
+        return of_each(params_M, jnp.array(of_workers(key.sizes)), rows_RB, count_R)
 
-    return stats, (params_M, tokens, counts), (), at.replicated
+    return stats, (params_M, rows, counts), (), at.replicated
 
 
 def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
@@ -369,21 +370,20 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     params = params_spec(spec, key.layout)
     loss_fn = spec.eval_loss_fn or spec.loss_fn
     size = key.micro_batch_size
-    shape = (size, spec.row_length)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
+    rows = _rows_spec(spec, (size,), at.tokens_BL(size))
 
     # Devices that share the rows have few of them each.
     at_once = spec.loss_chunk if at.mesh.size == 1 else 0
 
-    def losses(params, tokens_BL):
-        def loss_of(tokens_L):
-            return loss_fn(params, tokens_L[None])
+    def losses(params, rows_B):
+        def loss_of(row):
+            return loss_fn(params, jax.tree.map(lambda leaf_L: leaf_L[None], row))
 
         if at_once:
-            return jax.lax.map(loss_of, tokens_BL, batch_size=at_once)
-        return jax.vmap(loss_of)(tokens_BL)
+            return jax.lax.map(loss_of, rows_B, batch_size=at_once)
+        return jax.vmap(loss_of)(rows_B)
 
-    return losses, (params, tokens), (), at.replicated
+    return losses, (params, rows), (), at.replicated
 
 
 _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]] = {
@@ -398,16 +398,16 @@ _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]
 
 
 def add_keys(
-    spec: ProgramSpec, tokens_TRBL: Array, stream_R3: Array | None
-) -> tuple[Array, Array | None]:
-    """Pair tokens with random keys [T, R, B], one a sequence; None if the loss takes no key."""
+    spec: ProgramSpec, rows_TRB: PyTree, stream_R3: Array | None
+) -> tuple[PyTree, Array | None]:
+    """Pair rows with random keys [T, R, B], one a sequence; None if the loss takes no key."""
     if spec.key_seed is None or stream_R3 is None:
-        return tokens_TRBL, None
-    num_T, _, num_B = tokens_TRBL.shape[:3]
+        return rows_TRB, None
+    num_T, _, num_B = as_row_batch(rows_TRB).tokens.shape[:3]
     place_TRB = jnp.arange(num_T * num_B).reshape(num_T, 1, num_B)
     trainer_R, stream_R, first_R = (column_R[None, :, None] for column_R in stream_R3.T)
     key = jax.random.key(spec.key_seed)
-    return tokens_TRBL, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
+    return rows_TRB, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
 
 
 def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
@@ -415,10 +415,10 @@ def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, keyed, rate_TR, update_T):
-        tokens_TRBL, key_TRB = keyed
+        rows_TRB, key_TRB = keyed
         return inner_steps(
             workers,
-            tokens_TRBL,
+            rows_TRB,
             spec.loss_fn,
             inner_tx=spec.inner_tx,
             learning_rate_TR=rate_TR,
@@ -498,8 +498,7 @@ def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 
     steps = spec.num_micro_batches
     workers = sum(key.sizes) // turns
     size = key.micro_batch_size
-    shape = (steps, workers, size, spec.row_length)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
+    rows = _rows_spec(spec, (steps, workers, size), at.tokens_TRBL(size))
     rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
     flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
     streams = jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers)
@@ -507,7 +506,14 @@ def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 
         flags = None
     if spec.key_seed is None:  # the loss takes no key
         streams = None
-    return tokens, rates, flags, streams
+    return rows, rates, flags, streams
+
+
+def _rows_spec(spec: ProgramSpec, shape: tuple[int, ...], at: NamedSharding) -> PyTree:
+    """Make the shapes of rows as the model reads them, leaves [*shape, L + 1], sharded alike."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=at), spec.row
+    )
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:

@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientStats:
     """Start to measure gradient statistics of a group's workers, at their trainers' parameters."""
-    return programs.call(test.group.key("stats"), params_M, test.rows_RBL, test.count_R)
+    return programs.call(test.group.key("stats"), params_M, test.rows_RB, test.count_R)
 
 
 def inner_round(
@@ -79,7 +79,7 @@ def inner_round(
     measured, norms = [], []
     num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
     for i, call in enumerate(calls):
-        inputs = (call.tokens_TRBL, call.rate_TR, call.update_T, call.stream_R3)
+        inputs = (call.rows_TRB, call.rate_TR, call.update_T, call.stream_R3)
         fragment, rest = divmod(i + 1, num_calls)
         if spec.outer.own_params and rest == 0:
             key = steps._replace(kind="fragment", sizes=group.sizes)

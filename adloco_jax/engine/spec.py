@@ -139,7 +139,7 @@ class ProgramSpec:
     outer_tx: optax.GradientTransformation
     outer: OuterSettings  # schedule, delay and precision of synchronisations
     num_micro_batches: int  # micro-batches per call of `steps`: S, or S / F with F fragments
-    row_length: int  # integers of a row: L + 1, twice that with starts, or 2 + L with a label
+    row: PyTree  # shapes and dtypes of a row: int32 [L + 1], [2 + L] with a label, or a RowBatch
     sequence_length: int  # L
     max_test_sequences: int  # most sequences that a batch-size test measures for one worker
     inner_products: bool

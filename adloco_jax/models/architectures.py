@@ -25,12 +25,12 @@ class Architecture:
         `adapter` (given only if `build` names the keyword, which says that it can have one),
         `layer_form` (see `models.kernels.run_layers`).
       loss: `loss(module, *, loss_chunk)` returns `loss_fn(params, rows)`, the mean loss over int32
-        rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps. With
-        `row_parts` (int), `data.attention` may limit attention to documents, and text may be chats:
-        it is then 2 or 3, and rows are those of `data.prepared.DocumentRows`. With an
+        rows. With the keyword `tap_B` (`models.layers`), batch-size tests measure by taps. With an
         adapter, `loss_fn` is given the frozen weights as the keyword `base`.
       data: "text": rows of L + 1 tokens, loss in nats per token. "labelled": rows
         [label, number of tokens n, L tokens], loss in nats per example.
+      separates_documents: Whether `loss_fn` also takes `row_batch.RowBatch` as rows, so that
+        `data.attention` may limit attention to documents, and text may be chats.
       rules: Conditions on the group `model`, checked with the config.
       weight_map: Hugging Face names of the parameters, which exports and `model.init_from` need.
       label_params: Maps the parameters to a tree of labels, by which optimizers and aggregators
@@ -41,6 +41,7 @@ class Architecture:
     build: Callable[..., Any]
     loss: Callable[..., LossFn]
     data: Literal["text", "labelled"] = "text"
+    separates_documents: bool = False
     rules: tuple[Rule, ...] = ()
     weight_map: WeightMap | None = None
     label_params: Callable[[PyTree], PyTree] | None = None
@@ -78,9 +79,10 @@ def _build_bert(*, checkpoint: str, **keywords: Any) -> bert.Bert:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         build=_build_llama,
-        loss=lambda module, *, loss_chunk, row_parts=1: llama.next_token_loss(
-            module, sequences_per_chunk=loss_chunk, row_parts=row_parts
+        loss=lambda module, *, loss_chunk: llama.next_token_loss(
+            module, sequences_per_chunk=loss_chunk
         ),
+        separates_documents=True,
         rules=llama.RULES,
         weight_map=LLAMA,
         label_params=LLAMA.label_params,

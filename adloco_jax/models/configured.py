@@ -1,6 +1,5 @@
 """Build the network that settings describe, and the functions that draw and train it."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -63,19 +62,16 @@ def build_model(
     model: ModelSettings,
     adapter: AdapterSettings = NO_ADAPTER,
     *,
-    row_parts: int = 1,
     remat: bool | None = None,
     attention: Literal["xla", "cudnn"] = "xla",
     layer_form: str = "scan",
 ) -> tuple[InitFn, LossFn]:
     """Return the functions that initialise the model and compute its loss.
 
-    `row_parts` is `data.row_parts`; the other arguments are those of `build_network`.
+    The arguments are those of `build_network`.
     """
     network = build_network(model, adapter, remat=remat, attention=attention, layer_form=layer_form)
-    loss: Callable[..., LossFn] = ARCHITECTURES[model.arch].loss
-    if row_parts > 1:
-        loss = functools.partial(loss, row_parts=row_parts)
+    loss = ARCHITECTURES[model.arch].loss
     with own_code(f"model.arch = {model.arch}"):
         return initialiser(network), loss(network, loss_chunk=model.loss_chunk)
 

@@ -40,6 +40,7 @@ from adloco_jax.models.layers import (
     check_length,
     check_sizes,
 )
+from adloco_jax.row_batch import RowBatch, as_row_batch
 
 _KV_HEADS_DIVIDE: Rule = (
     ("num_kv_heads", "num_heads"),
@@ -514,9 +515,7 @@ def _in_parts(x_BL: Array, parts: int) -> Array:
     return jnp.pad(x_BL, padding).reshape(batch * parts, part, *rest)
 
 
-def sequence_losses(
-    model: Llama, *, sequences_per_chunk: int = 0, row_parts: int = 1
-) -> Callable[..., Array]:
+def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Make a function that returns the mean next-token loss of each sequence.
 
     Every token counts, unless rows have weights. In rows of documents, an end of text closes one
@@ -527,18 +526,15 @@ def sequence_losses(
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
         0 for all. A sequence of more than 2^27 logits counts as several, unless its gradient's norm
         is measured. Results depend on it only by rounding.
-      row_parts: 1 for rows of tokens; 2 for those of `data.prepared.DocumentRows`, to whose
-        documents attention is limited; 3 if these have weights.
 
     Returns:
       `losses_fn(params, rows, tap_B=None, base=None)`, float32 [B] in nats per token; `base` has
-      the frozen weights of a model with an adapter. Of the int32 tokens [B, L+1] the model reads
-      all but the last, and predicts all but the first. With 2 parts, rows are [B, 2 (L+1)]: the
-      tokens, then the first position to which each attends. With 3, the tokens' weights follow, as
-      the bits of float32, and a row's loss is their weighted sum.
+      the frozen weights of a model with an adapter. Rows are int32 tokens [B, L+1], of which the
+      model reads all but the last, and predicts all but the first; or a `row_batch.RowBatch`. Its
+      `starts` limit attention to documents; with `weights` a row's loss is the weighted sum.
 
     Raises:
-      ValueError: While tracing the returned function, if `rows` has another shape, or no target.
+      ValueError: While tracing the returned function, if tokens have another shape, or no target.
     """
     # Bound methods can be pickled and sent to another process; a result of `nn.apply` cannot.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
@@ -572,37 +568,34 @@ def sequence_losses(
         return losses.reshape(len(targets_BL), -1)[:, :length]
 
     def losses_fn(
-        params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
+        params: PyTree, rows: Array | RowBatch, tap_B: Tap = None, base: PyTree | None = None
     ) -> Array:
         variables = _variables(params, base)
-        if rows.ndim != 2 or rows.shape[1] < 2 * row_parts or rows.shape[1] % row_parts:
-            width = "L+1" if row_parts == 1 else f"{row_parts} (L+1)"
-            raise ValueError(f"rows has shape {rows.shape}, expected [B, {width}] with L >= 1.")
-        parts = jnp.split(rows, row_parts, axis=1)
-        tokens = parts[0]
+        rows = as_row_batch(rows)
+        tokens = rows.tokens
+        if tokens.ndim != 2 or tokens.shape[1] < 2:
+            raise ValueError(f"rows has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         # The only shift: the loss at position t is of token t + 1.
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
-        starts_BL = parts[1][:, :-1] if row_parts > 1 else None
-        weights_BL = parts[2][:, 1:] if row_parts > 2 else None
+        starts_BL = None if rows.starts is None else rows.starts[:, :-1]
+        weights_BL = None if rows.weights is None else rows.weights[:, 1:]
         hidden_BLD, tap = hidden(variables, inputs_BL, tap_B, starts_BL)
         if base is not None:
             tap = None  # the head is frozen
         losses_BL = token_losses(variables, hidden_BLD, targets_BL, tap)
         if weights_BL is None:
             return jnp.mean(losses_BL, axis=1)
-        return jnp.sum(losses_BL * lax.bitcast_convert_type(weights_BL, jnp.float32), axis=1)
+        return jnp.sum(losses_BL * weights_BL, axis=1)
 
     return losses_fn
 
 
-def next_token_loss(
-    model: Llama, *, sequences_per_chunk: int = 0, row_parts: int = 1
-) -> Callable[..., Array]:
+def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
-    losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk, row_parts=row_parts)
+    losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
     def loss_fn(
-        params: PyTree, rows: Array, tap_B: Tap = None, base: PyTree | None = None
+        params: PyTree, rows: Array | RowBatch, tap_B: Tap = None, base: PyTree | None = None
     ) -> Array:
         return jnp.mean(losses_fn(params, rows, tap_B, base))
 

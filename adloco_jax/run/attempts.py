@@ -176,7 +176,7 @@ def _first_lines(
     resume = how_to_resume(run.workdir, by_fit=run.by_fit)
     lines.append(f"folder: {run.workdir}; if the run stops, to resume: {resume}")
     lines += run_header(settings, spec, control.max_batch_size, run.own)
-    lines += length_lines(settings, peak_tokens_per_s, len(run.heldout.report_EL))
+    lines += length_lines(settings, peak_tokens_per_s, len(run.heldout.report_E))
     if not run.by_fit:
         lines += longer_lines(settings)
     return lines

@@ -108,16 +108,17 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
     frozen = {} if base is None else {"base": base}
 
     @jax.jit
-    def update(params, state, rows_BL):
-        grads = jax.grad(spec.loss_fn)(params, rows_BL, **frozen)
+    def update(params, state, rows_B):
+        grads = jax.grad(spec.loss_fn)(params, rows_B, **frozen)
         changes, state = spec.inner_tx.update(grads, state, params)
         return optax.apply_updates(params, changes), state
 
-    state, rows_BL = spec.inner_tx.init(params), np.ones((size, spec.row_length), np.int32)
+    state = spec.inner_tx.init(params)
+    rows_B = jax.tree.map(lambda leaf: np.ones((size, *leaf.shape), leaf.dtype), spec.row)
     seconds = []
     for _ in range(4):  # the first compiles
         start_s = time.perf_counter()
-        params, state = jax.block_until_ready(update(params, state, rows_BL))
+        params, state = jax.block_until_ready(update(params, state, rows_B))
         seconds.append(time.perf_counter() - start_s)
     return size * spec.sequence_length / min(seconds)
 

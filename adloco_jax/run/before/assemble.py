@@ -12,6 +12,7 @@ from adloco_jax.engine.memory import require_room
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
 from adloco_jax.engine.spec import Machine, ProgramSpec
 from adloco_jax.errors import DataError
+from adloco_jax.row_batch import as_row_batch
 from adloco_jax.run.kept.checkpoint import list_rounds
 from adloco_jax.run.kept.folder import check_config, recorded, require_usable
 from adloco_jax.settings import Settings
@@ -131,7 +132,7 @@ def assemble(
         else:
             unit = ""
     # Rows of labelled texts are as long as the longest of them.
-    found_length = corpus.heldout_rows.shape[1]
+    found_length = as_row_batch(heldout.report_rows).tokens.shape[1]
     spec = program_spec(settings, model, machine, found_length=found_length)
     return Run(
         settings=settings,

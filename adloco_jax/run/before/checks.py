@@ -140,8 +140,8 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     These have rate 1 for optimizers that are given, and name no text. Raises ConfigError, which
     names the argument.
     """
-    _check_rows(corpus)
-    if settings.data.row_parts > 1:  # rows have starts of documents, or weights
+    heldout_rows = _checked_heldout_rows(corpus)
+    if settings.data.separates_documents:
         raise ConfigError(
             "data.attention, text_column: loss_fn says what tokens attend to; unset both"
         )
@@ -171,7 +171,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     if faults:
         raise ConfigError("\n".join(faults))
 
-    rows_BL = jax.ShapeDtypeStruct((2, corpus.heldout_rows.shape[1]), np.int32)
+    rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)
     with own_code("loss_of"):
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
     if takes(loss_fn, "key"):
@@ -182,8 +182,8 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     return settings.model_copy(update={"data": data, "inner": inner, "outer": outer})
 
 
-def _check_rows(corpus: Any) -> None:
-    """Raise ConfigError unless an object has the methods of `Rows`, and held-out rows of ids."""
+def _checked_heldout_rows(corpus: Any) -> np.ndarray:
+    """Return the held-out rows of an object; ConfigError unless they are ids, and it is `Rows`."""
     lacks = [name for name in _ROWS if not hasattr(corpus, name)]
     if lacks:
         raise ConfigError(
@@ -195,6 +195,7 @@ def _check_rows(corpus: Any) -> None:
         found = f"{getattr(rows, 'dtype', type(rows).__name__)} of shape {np.shape(rows)}"
         need = "give an array of integers [E, L + 1]"
         raise ConfigError(f"corpus.heldout_rows: {found}; {need}")
+    return rows
 
 
 # The options that describe an optimizer, which do not act on one that the caller gives.

@@ -50,7 +50,7 @@ def run_header(
         weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
         weights += f"; a worker sends {sent} a round"
     attention = f"attention by {spec.attention}"
-    if settings.data.row_parts > 1:
+    if settings.data.separates_documents:
         attention += " within documents"
     pool = f"{ensemble.num_trainers} with {counted(workers, 'worker')} together"
     if ensemble.num_workers > workers:

@@ -245,7 +245,7 @@ class Evaluator:
     def _loss(self, params: PyTree) -> float:
         engine = self.recorder.engine
         heldout = engine.heldout
-        return evaluate.mean_loss(engine.programs, params, heldout.report_EL, heldout.batch_size)
+        return evaluate.mean_loss(engine.programs, params, heldout.report_rows, heldout.batch_size)
 
     def _record(
         self,
@@ -267,7 +267,7 @@ class Evaluator:
             line |= evaluate.class_report(
                 engine.programs,
                 params,
-                engine.heldout.report_EL,
+                engine.heldout.report_rows,
                 engine.heldout.batch_size,
                 self.num_classes,
             )

@@ -14,6 +14,7 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import llama
 from adloco_jax.models.configured import build_network
+from adloco_jax.row_batch import as_row_batch
 from adloco_jax.run.before.assemble import Run
 
 
@@ -39,19 +40,18 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
         )
     assert isinstance(corpus, Corpus)
     tokenizer = corpus.tokenizer
-    # A row has its tokens, then (of packed rows) the start of each token's document, then (of
-    # chats) the weight of each token as an answer.
-    row = run.heldout.report_EL[0]
+    rows = as_row_batch(run.heldout.report_rows)
+    row = rows.tokens[0]
     size = length // 2  # tokens of the row until the end of the prompt
     stops = []
-    if settings.data.is_chat:  # all before the first answer, which then ends by itself
-        answers = np.flatnonzero(row[2 * (length + 1) :])
+    if rows.weights is not None:  # chats: all before the first answer, which then ends by itself
+        answers = np.flatnonzero(rows.weights[0])
         size = int(answers[0])
         stops = sorted({*tokenizer.ends, *tokenizer.turn_end})
     size = max(1, min(size, settings.model.max_length - count))
     first = 0  # where the document of the prompt begins
-    if settings.data.row_parts > 1:
-        first = row[length + size]
+    if rows.starts is not None:
+        first = int(rows.starts[0, size - 1])
     prompt_1L = np.asarray(row[None, first:size], np.int32)
 
     def sample(params: PyTree, base: PyTree) -> tuple[str, str]:
