@@ -15,7 +15,7 @@ from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ResourceError
 
-PIECE = files.PIECE_BYTES
+PIECE = files.FILE_PIECE_BYTES
 
 
 class Counted(RunObjects):
@@ -103,7 +103,7 @@ def test_served_rows_are_those_of_the_driver_and_only_what_is_read_is_sent(
     monkeypatch, tmp_path, kind
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "driver"))
-    monkeypatch.setattr(files, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(files, "FILE_PIECE_BYTES", 1024)
     data = {"attention": "document"} if kind == "documents" else {}
     path = write_documents(tmp_path, numbered_documents(2000))
     if kind == "chats":

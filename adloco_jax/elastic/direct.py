@@ -27,7 +27,7 @@ from pydantic import Field
 from adloco_jax.data.disk import write_errors
 from adloco_jax.data.formats import Count, Format, checked
 from adloco_jax.elastic.messages import Refused
-from adloco_jax.elastic.objects import PIECE_BYTES
+from adloco_jax.elastic.objects import REQUEST_BYTES
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
@@ -374,7 +374,7 @@ class Remote:
         try:
             while left:
                 with connection_errors():
-                    piece = wait_for(read_body(recv, min(PIECE_BYTES, left)))
+                    piece = wait_for(read_body(recv, min(REQUEST_BYTES, left)))
                 left -= len(piece)
                 yield piece
             self._tell_rate("down", size, start_s)

@@ -30,14 +30,14 @@ from adloco_jax.host.terminal import say
 from adloco_jax.row_batch import RowBatch
 from adloco_jax.settings import Settings
 
-PIECE_BYTES = 2**20
+FILE_PIECE_BYTES = 2**20  # of a served file; each piece is an object and has a hash
 _AT_ONCE = 4  # pieces that are asked for
 _HASHES = "hashes"
 ROWS, WEIGHTS = "rows", "weights"
 
 
 def _num_pieces(file: ServedFile) -> int:
-    return -(-file.size // PIECE_BYTES)
+    return -(-file.size // FILE_PIECE_BYTES)
 
 
 # -- The driver's side -----------------------------------------------------------------------
@@ -83,8 +83,8 @@ class Library:
         if part == _HASHES:
             return hashes
         with open(path, "rb") as file:
-            file.seek(int(part) * PIECE_BYTES)
-            return file.read(PIECE_BYTES) or None
+            file.seek(int(part) * FILE_PIECE_BYTES)
+            return file.read(FILE_PIECE_BYTES) or None
 
     def write_to(self, there: Store) -> None:
         """Write all pieces to a store that lacks them."""
@@ -99,7 +99,7 @@ class Library:
 
 def _pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while piece := file.read(PIECE_BYTES):
+        while piece := file.read(FILE_PIECE_BYTES):
             yield piece
 
 
@@ -127,8 +127,8 @@ class CachedFile:
         self._has = np.zeros(_num_pieces(about), bool)
         with open(self.path, "rb") as file:
             for number in np.flatnonzero(marks):
-                file.seek(int(number) * PIECE_BYTES)
-                self._has[number] = self._is_right(int(number), file.read(PIECE_BYTES))
+                file.seek(int(number) * FILE_PIECE_BYTES)
+                self._has[number] = self._is_right(int(number), file.read(FILE_PIECE_BYTES))
 
     def _is_right(self, number: int, piece: bytes) -> bool:
         return hashlib.sha256(piece).digest() == self._hashes[number]
@@ -139,7 +139,7 @@ class CachedFile:
         missing = [number for number in wanted if not self._has[number]]
         if not missing:
             return
-        total = min(len(missing) * PIECE_BYTES, self.about.size)
+        total = min(len(missing) * FILE_PIECE_BYTES, self.about.size)
         progress = _Progress(self.about.name, total)
         with (
             write_errors(self.path),
@@ -151,7 +151,7 @@ class CachedFile:
             pieces = pool.map(self._fetch, missing)
             try:
                 for number, piece in zip(missing, pieces, strict=True):
-                    file.seek(number * PIECE_BYTES)
+                    file.seek(number * FILE_PIECE_BYTES)
                     file.write(piece)
                     file.flush()
                     kept.seek(number)
@@ -163,7 +163,7 @@ class CachedFile:
 
     def _fetch(self, number: int) -> bytes:
         name = f"files/{self.about.root}/{number}"
-        piece = self._there.get(name, limit=PIECE_BYTES)
+        piece = self._there.get(name, limit=FILE_PIECE_BYTES)
         if piece is None or not self._is_right(number, piece):
             raise Refused(f"{name}: missing or damaged (SHA-256)")
         return piece
@@ -250,5 +250,7 @@ class ServedRows:
         offset = self._file.about.size - self._num_rows * row_bytes  # of the first row
         first_n = offset + np.asarray(index) * row_bytes
         last_n = first_n + row_bytes - 1
-        self._file.read(np.union1d(first_n // PIECE_BYTES, last_n // PIECE_BYTES).tolist())
+        self._file.read(
+            np.union1d(first_n // FILE_PIECE_BYTES, last_n // FILE_PIECE_BYTES).tolist()
+        )
         return rows_at(self.rows, index)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import ConfigError, reason
 
-PIECE_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
+REQUEST_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
 SECOND = datetime.timedelta(seconds=1)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 # Of errors without a class. Without credentials, the host's own are asked for.
@@ -74,8 +74,8 @@ class Memory:
         """Return the size of an object and its pieces, or None if there is none."""
         if (data := self._objects.get(name)) is None:
             return None
-        starts = range(0, len(data), PIECE_BYTES)
-        return len(data), (data[start : start + PIECE_BYTES] for start in starts)
+        starts = range(0, len(data), REQUEST_BYTES)
+        return len(data), (data[start : start + REQUEST_BYTES] for start in starts)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -144,14 +144,14 @@ class Bucket:
 
     def _pieces(self, found: Any) -> Iterator[bytes]:
         with explained():
-            yield from found.stream(min_chunk_size=PIECE_BYTES)
+            yield from found.stream(min_chunk_size=REQUEST_BYTES)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
         self._follow_no_link(name, ConfigError)
         with explained():
             # More pieces at a time would each take longer than a client waits on a slow link.
-            self._store.put(name, data, chunk_size=PIECE_BYTES, max_concurrency=2)
+            self._store.put(name, data, chunk_size=REQUEST_BYTES, max_concurrency=2)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether this call has written it."""

@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 
 from adloco_jax.data.formats import Format, checked
 from adloco_jax.elastic.messages import Refused, check_form
-from adloco_jax.elastic.objects import PIECE_BYTES, Bucket, Busy, Denied, Objects, first_line
+from adloco_jax.elastic.objects import REQUEST_BYTES, Bucket, Busy, Denied, Objects, first_line
 from adloco_jax.elastic.signatures import NUM_BYTES, Signatures
 from adloco_jax.errors import ConfigError, ResourceError, reason
 from adloco_jax.host import processes
@@ -97,7 +97,7 @@ class Store:
             if not 0 < size <= limit:
                 raise Refused(f"{name}: {size} bytes, expected 1 to {limit}")
             while len(data) < size:
-                length = min(PIECE_BYTES, size - len(data))
+                length = min(REQUEST_BYTES, size - len(data))
                 piece = self._answered(length, failures, functools.partial(next, pieces))
                 self._down.carry(len(piece))
                 data += piece
