@@ -27,16 +27,14 @@ def main() -> int:
         alone = {"num_trainers": 1, "num_workers": 1}
         ensemble = settings.ensemble.model_copy(update=alone)
         use_compilation_cache()
-        machine = here()
-        settings, choice = fitting_choice(
-            settings.model_copy(update={"ensemble": ensemble}), machine
-        )
+        settings = settings.model_copy(update={"ensemble": ensemble})
+        settings, choice = fitting_choice(settings, here())
         choice.programs.close()
     except UserError as error:
         print(error, flush=True)
         return error.exit_code
     found = {"base_dtype": settings.model.base_dtype, "remat": choice.programs.spec.remat}
-    print(json.dumps(found | {"devices": machine.describe()}))
+    print(json.dumps(found))
     return 0
 
 
