@@ -16,7 +16,7 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, sources
-from adloco_jax.data.corpus import source_of
+from adloco_jax.data.corpus import column_of_texts, source_of
 from adloco_jax.data.disk import write_errors
 from adloco_jax.data.files import find
 from adloco_jax.data.prepared import shard_changes
@@ -264,3 +264,29 @@ def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_pat
         with pytest.raises(DataError, match=r"a\.parquet: damaged or unreadable") as error:
             corpus(path, source="parquet")
         assert "\n" not in str(error.value)
+
+
+ROW = {"prompt": "Twice 2?", "completion": "4", "source": "a"}
+
+
+def write_arrow(path, make):
+    table = pyarrow.Table.from_pylist([ROW])
+    with make(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow", "stream.arrow"])
+def test_columns_of_the_first_row_are_asked_for_without_naming_one(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        write_documents(tmp_path, [ROW], path.name)
+    elif ending == "csv":
+        path.write_text(",".join(ROW) + "\n" + ",".join(ROW.values()) + "\n")
+    elif ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW]), path)
+    else:
+        write_arrow(path, pyarrow.ipc.new_stream if "stream" in ending else pyarrow.ipc.new_file)
+    data = data_settings(source=source_of(str(path)), path=str(path)).data
+    source = sources.DATA_SOURCES[data.source]
+    assert sorted(sources.first_columns(source, path, data)) == sorted(ROW)
+    assert column_of_texts(data) == "prompt+completion"

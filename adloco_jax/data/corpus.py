@@ -377,24 +377,14 @@ def column_of_texts(data: DataSettings) -> str:
         source, where = DATA_SOURCES[data.source], _where_of(data)
         if "text_column" not in source.needs:
             return "text"
-        # No table has this column, so a source that knows the columns before it reads raises
-        # MissingColumn, which says them.
-        data = data.model_copy(update={"label_column": "", "text_column": "\0"})
         try:
             on_hub, files, _ = _find_text(data)
-            with hub.faults(where):
-                if on_hub:
-                    first_part = sources.hub_parts(data, data.split, data.revision, where=where)[0]
-                    documents = first_part.read(None)
-                else:
-                    first_file = next(iter(files.values()))
-                    documents = source.documents(first_file, data)
-                for row in documents:
-                    if not isinstance(row, DataError):
-                        columns = getattr(row, "columns", ())
-                        break
-        except sources.MissingColumn as error:
-            columns = error.columns
+            if on_hub:
+                columns = sources.hub_columns(data, where=where)
+            else:
+                first_file = next(iter(files.values()))
+                with hub.faults(where):
+                    columns = sources.first_columns(source, first_file, data)
         except hub.Unreachable:
             found = _find_rows(lambda request: request["path"] == data.path)
             return found.manifest.request["text_column"] if found else "text"

@@ -58,15 +58,6 @@ class Record(NamedTuple):
 Row: TypeAlias = str | Record | DataError
 
 
-class MissingColumn(DataError):
-    """Error: a table, whose `columns` are these, lacks one that the config names."""
-
-    def __init__(self, message: str, columns: Sequence[str]):
-        """Keep the columns that there are."""
-        super().__init__(message)
-        self.columns = columns
-
-
 class Document(NamedTuple):
     """A text, its class (0 if texts are not labelled), and the answers of a chat.
 
@@ -200,10 +191,9 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
     missing = wanted.keys() - columns
     if missing and {"chosen", "rejected"} <= {*columns}:
         need = "rename 'chosen' to 'messages', or beside 'prompt' to 'completion'"
-        raise MissingColumn(
+        raise DataError(
             f"{where}: preferences (chosen, rejected), from which no method here learns; {need}, to"
-            " train on the chosen answers",
-            columns,
+            " train on the chosen answers"
         )
     for column, key in wanted.items():
         count = columns.count(column)
@@ -216,7 +206,22 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
             other = next((name for name in likely if {*name.split("+")} <= {*columns}), other)
         have = f"{count} fields" if count else "no field"
         need = f"have {', '.join(columns)}; set data.{key}={other}"
-        raise MissingColumn(f"{where}: {have} {column!r}, {need}", columns)
+        raise DataError(f"{where}: {have} {column!r}, {need}")
+
+
+def first_columns(source: DataSource, file: File, data: DataSettings) -> list[str]:
+    """Return the names of the columns of a file's first row; none if it has only texts.
+
+    A row that cannot be read is passed over.
+    """
+    # No column is asked for, so all that the row does not have are named as unread.
+    data = data.model_copy(update={"text_column": "", "label_column": ""})
+    for row in source.documents(file, data):
+        if isinstance(row, Record):
+            return [*row.columns, *row.unread]
+        if not isinstance(row, DataError):
+            break
+    return []
 
 
 # -- The sources -----------------------------------------------------------------------------
@@ -463,14 +468,8 @@ def _json_row(line: bytes, where: str) -> Record | DataError:
     return Record(where, record)
 
 
-def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
-    """List the files of a split of a data set on the hub; a file is downloaded while it is read.
-
-    Raises:
-      ConfigError: If the data set has no such configuration or split.
-      DataError: If the data set lacks a column that the config names.
-      Unreachable: If the hub does not answer.
-    """
+def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> Any:
+    """Open a split of a data set on the hub; its errors are those of `hub_parts`."""
     import datasets  # imported only here, because the import is slow and few runs need it
 
     datasets.disable_progress_bars()
@@ -479,13 +478,33 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
-    unread: list[str] = []
     with hub.faults(where):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
-            dataset: Any = builder.as_streaming_dataset(split=split)
+            return builder.as_streaming_dataset(split=split)
         except ValueError as error:  # no such configuration or split; those that exist are listed
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
+
+
+def hub_columns(data: DataSettings, *, where: str) -> list[str]:
+    """Return the columns of a data set on the hub; its errors are those of `hub_parts`."""
+    dataset = _hub_dataset(data, data.split, data.revision, where=where)
+    with hub.faults(where):
+        return [*(dataset.features or next(iter(dataset), {}))]
+
+
+def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
+    """List the files of a split of a data set on the hub; a file is downloaded while it is read.
+
+    Raises:
+      ConfigError: If the data set has no such configuration or split.
+      DataError: If the data set lacks a column that the config names.
+      Unreachable: If the hub does not answer.
+    """
+    dataset = _hub_dataset(data, split, commit, where=where)
+    where = f"{where}, data.name={data.name}, split {split}"
+    unread: list[str] = []
+    with hub.faults(where):
         if dataset.features is not None:
             columns, unread = _columns_to_read([*dataset.features], data, where)
             dataset = dataset.select_columns(columns)
