@@ -47,6 +47,7 @@ from adloco_jax.engine.evaluate import mean_loss
 from adloco_jax.engine.model import configured_model, program_spec, with_weights
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import here
+from adloco_jax.row_batch import as_row_batch
 from studies import tables
 
 RECORD = Path(__file__).with_name("frozen.jsonl")
@@ -127,13 +128,15 @@ def compiled_arm(config: ConfigDict) -> Arm:
         adapter, num_trainers=1, num_workers=1, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx
     )
     workers = jax.jit(start_round)(ensemble)
-    rows = np.int32(corpus.rows[np.arange(batch_size)])[None, None]
+    first = as_row_batch(corpus.rows[np.arange(batch_size)])
+    first = first.replace(tokens=np.int32(first.tokens))
+    rows = jax.tree.map(lambda array_BL: array_BL[None, None], first)
     rates = np.full((1, 1), settings.inner.learning_rate, np.float32)
 
-    def steps(workers, base, rows_TRBL, rates_TR):
+    def steps(workers, base, rows_TRB, rates_TR):
         return inner_steps(
             workers,
-            rows_TRBL,
+            rows_TRB,
             functools.partial(spec.loss_fn, base=base),
             inner_tx=spec.inner_tx,
             learning_rate_TR=rates_TR,
