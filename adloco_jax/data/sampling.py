@@ -260,7 +260,7 @@ def split_heldout(
         )
     order = permute(np.arange(num_rows), num_items=num_rows, key=np.zeros(1, np.uint64))
     if num_classes is not None:
-        labels = as_row_batch(rows_at(rows, order)).tokens[:, 0]
+        labels = np.asarray(rows)[order, 0]  # a labelled row begins with its class
         order = order[interleave(labels)]
     num_guard = min(MAX_GUARD_ROWS, num_rows // 2)
     guard_E, report_E = order[:num_guard], order[num_guard:]
