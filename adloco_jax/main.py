@@ -112,31 +112,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    first, *words = argv or ["--help"]
-    if first in ("help", "version"):
-        first, *words = [*words, f"--{first}"]
-    if first.startswith("-") and first not in ("-h", "--help", "--version"):
-        first, words = "train", list(argv)
-    if first not in COMMANDS and not first.startswith("-"):
-        raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
-    options = parse([first, *words])
+    """Run a command line, without the program's name, and return the exit code.
+
+    The first word names the command; no word at all means `--help`. Options without a command are
+    options of `train`. Raises UserError for what the user can mend, and SystemExit after help.
+    """
+    words = list(argv) or ["--help"]
+    if words[0] in ("help", "version"):
+        # `adloco help train` is `adloco train --help`.
+        option = "--" + words.pop(0)
+        words.append(option)
+    if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        words.insert(0, "train")
+
+    name = words[0]
+    arguments = words[1:]
+    if name not in COMMANDS and not name.startswith("-"):
+        raise ConfigError(f"{name}: no such command; {_right_command(name, arguments)}")
+    options = parse(words)  # prints help and exits if one of the words asks for help
+
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
-    if first in ("export", "generate", "join"):
+    if name in ("export", "generate", "join"):
         require_devices()
-    line = without_secrets(shlex.join(["adloco", first, *words]))
-    module = _MODULES.get(first, "commands")
-    return getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)(options, line) or 0
+    line = without_secrets(shlex.join(["adloco", *words]))  # as runs record it
+
+    module = importlib.import_module("adloco_jax.cli." + _MODULES.get(name, "commands"))
+    run_command = getattr(module, name)  # (options, line) -> exit code; None: success
+    return run_command(options, line) or 0
 
 
-def _right_command(word: str, others: Sequence[str]) -> str:
+def _right_command(word: str, arguments: Sequence[str]) -> str:
+    """Return advice for a `word` that stands where a command is expected, but names none.
+
+    A run's folder was probably to be reported, a config to be trained. For any other word the
+    command with the nearest spelling is proposed, with the `arguments` that followed the word.
+    """
     if is_run(word):
         return f"write: adloco report {word}"
-    with contextlib.suppress(ConfigError):
+
+    try:
         find_config(word)
+    except ConfigError:
+        pass  # the word is no config
+    else:
         return f"write: adloco train {word}"
-    nearest = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
-    return f"did you mean {shlex.join(['adloco', *nearest, *others])}? adloco --help lists them"
+
+    # Without a cutoff there is always a nearest name.
+    (nearest,) = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
+    proposal = shlex.join(["adloco", nearest, *arguments])
+    return f"did you mean {proposal}? adloco --help lists them"
 
 
 if __name__ == "__main__":

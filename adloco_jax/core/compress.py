@@ -156,25 +156,45 @@ def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
 
 
 def _to_blocks(leaf_X: Array) -> Array:
-    """Divide an array [X, ...] into blocks: [X, rows, blocks of a row, entries of a block]."""
-    num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
+    """Divide an array [X, ...] into blocks, separately at each index of X.
+
+    Returns [X, rows, blocks of a row, entries of a block], with the sizes of `_blocks_of`; rows and
+    blocks that are not full are padded with zeros.
+    """
+    num = leaf_X.shape[0]
+    dims = leaf_X.shape[1:] or (1,)  # a scalar at each index of X is an array of one entry
     blocks = _blocks_of(dims)
+
+    # Move the axis that is divided into rows to position 1, and join all others behind it.
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)
     values = values.reshape(num, blocks.length, blocks.rest)
+
+    # Pad to whole rows and whole blocks, cut into blocks, and make their number of entries even.
     values = _pad_to(values, (blocks.rows * blocks.positions, blocks.per_row * blocks.width))
     values = values.reshape(num, blocks.rows, blocks.per_row, blocks.positions * blocks.width)
     return _pad_to(values, (blocks.size,))
 
 
 def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
-    """Join the blocks of `_to_blocks`, without their padding, to an array of this shape."""
-    num, dims = shape[0], shape[1:] or (1,)
+    """Undo `_to_blocks`: join blocks to an array, without their padding.
+
+    `values` is [X, rows, blocks of a row, entries of a block]. `shape`, which is [X, ...], is that
+    of the array which was divided, and of the result.
+    """
+    num = shape[0]
+    dims = shape[1:] or (1,)  # a scalar at each index of X is divided as an array of one entry
     blocks = _blocks_of(dims)
+
+    # Drop the padding of each block, then join the blocks of a row and the positions of all rows.
     values = values[..., : blocks.positions * blocks.width]
     values = values.reshape(num, blocks.rows * blocks.positions, blocks.per_row * blocks.width)
+
+    # Drop the padding of the last row, and of the last block in each row.
     values = values[:, : blocks.length, : blocks.rest]
-    others = dims[: blocks.axis] + dims[blocks.axis + 1 :]
-    values = values.reshape(num, blocks.length, *others)
+
+    # Restore the other axes, and move the divided axis from position 1 back to its own.
+    other_dims = dims[: blocks.axis] + dims[blocks.axis + 1 :]
+    values = values.reshape(num, blocks.length, *other_dims)
     return jnp.moveaxis(values, 1, blocks.axis + 1).reshape(shape)
 
 

@@ -221,17 +221,25 @@ class _Examples(NamedTuple):
     def scan_passes(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
         """Call `carry = body(i, index_C, valid_C, batch_C, carry)` pass by pass; return `carry`.
 
-        `i` is the part's index in `parts_I`, `index_C` the examples' positions in the batch, and
-        `valid_C` whether they belong to the part.
+        All passes of the first part come first, then those of the next.
+
+        Args:
+          parts_I: Positions of the parts to pass over, in `ends_P`.
+          body: Called for each pass. `i`, int32 [], is the position in `parts_I` of the part to
+            which the pass belongs. `index_C` has the positions of the pass's examples in the batch.
+            `valid_C` is false where a position is behind the part's end. `batch_C` has the
+            examples, leaves [C, 1, ...]; where `valid_C` is false, copies of the part's last.
+          carry: The value for the first call of `body`.
         """
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         num_passes_I = -(-(ends_I - starts_I) // self.group)  # rounded up
-        last_pass_I = jnp.cumsum(num_passes_I)  # the position after a part's last pass
+        end_pass_I = jnp.cumsum(num_passes_I)  # the number of passes up to the end of each part
 
         def one_pass(k, carry):
-            i = jnp.sum(k >= last_pass_I)
-            pass_in_part = k - last_pass_I[i] + num_passes_I[i]
+            """Run pass `k`, counted over all parts; return the new carry."""
+            i = jnp.sum(k >= end_pass_I)  # the number of parts that ended before pass k
+            pass_in_part = k - (end_pass_I[i] - num_passes_I[i])
             first = starts_I[i] + pass_in_part * self.group
             index_C = first + jnp.arange(self.group)
             # The last pass of a part is filled with the part's last example, because padding may
@@ -240,10 +248,11 @@ class _Examples(NamedTuple):
             batch_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_B)
             return body(i, index_C, index_C < ends_I[i], batch_C, carry)
 
-        if len(parts_I) == 1 and self.group >= self.size:
+        if len(parts_I) == 1 and self.group >= self.size:  # one pass has all examples: no loop
             return one_pass(0, carry)
+        # A loop's carry must vary over the mesh axes over which the examples vary.
         carry, _ = varying_alike(carry, self.batch_B)
-        return lax.fori_loop(0, last_pass_I[-1], one_pass, carry)
+        return lax.fori_loop(0, end_pass_I[-1], one_pass, carry)
 
 
 class _Method(NamedTuple):

@@ -6,7 +6,7 @@ parameters and state (and the batch, if divisible); along `idle`, devices repeat
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -136,25 +136,43 @@ class Placement:
         return ("data",) if batch_size % shared else ("data", "model")
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
-        """Divide the first axis of each leaf over `lead`, and another one over `over`."""
+        """Return a sharding for each leaf of a pytree whose leaves have a leading axis M or R.
 
-        def spread(leaf):
-            if _is_packed(leaf):  # divided only between whole blocks
-                rows = self._spread(leaf.scales.shape[:2], (lead,), over)
-                return jax.tree.map(lambda _: rows, leaf)
+        Args:
+          shapes: Arrays or their shapes, [M, ...] or [R, ...]; a `Packed` counts as one leaf.
+          lead: The mesh axis, or axes, that divide each leaf's first axis.
+          over: Mesh axes that divide one other axis of the leaf, as many of them as its length
+            allows, the first first (`_spread`).
+
+        Returns:
+          A pytree of the structure of `shapes`; codes and scales of a `Packed` have one sharding.
+        """
+
+        def leaf_sharding(leaf: Any) -> Any:
+            if _is_packed(leaf):
+                # Codes and scales begin with the axes [X, rows]. Only these are divided, because a
+                # block must stay on one device.
+                by_rows = self._spread(leaf.scales.shape[:2], (lead,), over)
+                return Packed(codes=by_rows, scales=by_rows)
             return self._spread(leaf.shape, (lead,), over)
 
-        return jax.tree.map(spread, shapes, is_leaf=_is_packed)
+        return jax.tree.map(leaf_sharding, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """The sharding that divides one dimension of an array over the mesh axes `over`."""
+        """Return the sharding of an array that divides one of its dimensions over `over`.
+
+        The first dimensions are divided over the mesh axes in `lead`, one entry each. The longest
+        of the others that is divisible is divided over the first mesh axes of `over`: over as many
+        as possible. If none is divisible, only `lead` divides the array. A scalar is replicated.
+        """
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):  # over as many axes as possible
             devices = math.prod(self.mesh.shape[axis] for axis in over[:count])
             divisible = [d for d in range(len(lead), len(shape)) if shape[d] % devices == 0]
             if devices > 1 and divisible:
-                dimension = max(divisible, key=lambda d: (shape[d], d))  # the longest, or the last
+                # The longest dimension; of equally long ones, the last.
+                dimension = max(divisible, key=lambda d: (shape[d], d))
                 between = (None,) * (dimension - len(lead))
                 return self.named(*lead, *between, tuple(over[:count]))
         return self.named(*lead)
@@ -265,6 +283,7 @@ def bytes_here(shapes: PyTree) -> int:
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Add shardings to shapes (leaves `ShapeDtypeStruct`), leaf by leaf."""
     return jax.tree.map(
         lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
     )
@@ -277,11 +296,14 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     its sharding already is not copied.
     """
     leaves, structure = jax.tree.flatten(tree)
-    at = structure.flatten_up_to(shardings)
-    placed = [_placed(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
+    targets = structure.flatten_up_to(shardings)
+    placed = [_placed(leaf, to) for leaf, to in zip(leaves, targets, strict=True)]
+
+    # One compiled program moves all arrays that no process can place by itself.
     moving = [i for i, leaf in enumerate(placed) if leaf is None]
-    if moving:  # one program moves all these arrays
-        moved = _move(tuple(at[i] for i in moving))([leaves[i] for i in moving])
+    if moving:
+        move = _mover(tuple(targets[i] for i in moving))
+        moved = move([leaves[i] for i in moving])
         for i, leaf in zip(moving, moved, strict=True):
             placed[i] = leaf
     return structure.unflatten(placed)
@@ -302,7 +324,8 @@ def _placed(leaf: Any, to: NamedSharding | None) -> Any:
 
 
 @functools.cache
-def _move(to: tuple[NamedSharding, ...]):
+def _mover(to: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Make a program that returns arrays, in order, with these shardings; it is compiled once."""
     return jax.jit(lambda leaves: leaves, out_shardings=list(to))
 
 

@@ -39,7 +39,7 @@ class State(NamedTuple):
     """All that determines how a run continues: the arrays, and the host's numbers."""
 
     ensemble: Ensemble
-    control: Control
+    control: Control  # round, trainers, their workers and sizes, costs so far
 
     def __repr__(self) -> str:
         done = f"round {self.control.round}, {self.control.tokens_total:,} tokens"
@@ -65,7 +65,8 @@ class Diverged(Exception):
 
     def __init__(self, state: State, boundary: Boundary):
         super().__init__(f"round {state.control.round}")
-        self.state, self.boundary = state, boundary
+        self.state = state
+        self.boundary = boundary
 
 
 class Stopped(Exception):
@@ -177,12 +178,14 @@ _running_average = jax.jit(running_average, donate_argnums=0)
 def with_average(state: State, before: Control, average: float) -> State:
     """Update the running averages of the trainers that completed a round since `before`.
 
-    `average` is the largest share of the old average; 0: off. In the first rounds the share is
-    smaller, so that the average is their plain mean (`core.outer.running_average`).
+    The new average of a trainer is `share` times the old average plus `1 - share` times the
+    trainer's parameters. The share is at most `average`; with `average=0` no averages are kept, and
+    `state` is returned as it is. In the first rounds the share is smaller, so that the average is
+    the plain mean of the rounds. The old averages are donated.
     """
-    ensemble, control = state
-    if not average:
+    if average == 0:
         return state
+    ensemble, control = state
     share_M = np.ones(len(control.trainers), np.float32)  # 1: a trainer is still in a round
     for position, m in enumerate(control.trainers):
         num_rounds = control.rounds_of(m)
@@ -199,9 +202,10 @@ def start(
     *,
     whole_pool: bool = False,
 ) -> Control:
-    """Return the host's data before the first round.
+    """Return the host's data before the first round: trainers 0, 1, … with streams in that order.
 
-    With `whole_pool`, trainers also have the workers that join later.
+    `max_batch_size` is the largest micro-batch that fits on a device, in sequences. With
+    `whole_pool`, trainers also have the workers that join later.
     """
     trainers = {}
     num_streams = 0
@@ -217,9 +221,10 @@ def start(
 
 
 def merge_due(control: Control, merge: MergeSettings, done: float) -> bool:
-    """Return whether trainers may merge after this round, which is counted and not the last.
+    """Return whether trainers may merge after the round that has just ended.
 
-    `done` is the fraction of the run that is done.
+    `control.round` already counts that round. `done` is the fraction of the run that is complete,
+    from 0 to 1; after the last round nothing merges.
     """
     if merge.policy == "none" or len(control.trainers) < 2 or done >= 1:
         return False
@@ -236,7 +241,11 @@ def guard_losses(state: State, engine: Engine) -> dict[int, float]:
 def choose_members(
     control: Control, guard_losses: Mapping[int, float], rule: MergeSettings
 ) -> tuple[int, ...]:
-    """Choose the trainers to merge, the representative first (CheckMerge); empty: none."""
+    """Choose the trainers to merge by the configured policy (the paper's CheckMerge).
+
+    `guard_losses` has the loss of each trainer on the guard rows, by trainer id. Returns the ids of
+    the chosen trainers, the representative first; an empty tuple if none are to merge.
+    """
     ids = [*control.trainers]
     candidates = []
     for m, trainer in control.trainers.items():
@@ -272,16 +281,17 @@ def merge_trainers(
     barrier = after - float(np.average(before, weights=weights))
     refused = rule.max_barrier is not None and not barrier <= rule.max_barrier  # so is a NaN
 
-    num_joining = 0
+    num_joining = 0  # workers that receive the state of another trainer
     if not refused:
-        state, num_joining, flushed = _merge_and_divide(
+        state, num_joining, flushed = _merge_and_reassign(
             state, members, weights, engine, refused=False
         )
         changes += flushed
     elif rule.on_refusal == "retire":
-        as_it_was = [1.0] + [0.0] * (len(members) - 1)  # the representative's parameters alone
-        state, num_joining, flushed = _merge_and_divide(
-            state, members, as_it_was, engine, refused=True
+        # All weight is on the representative, whose parameters therefore stay as they are.
+        representative_alone = [1.0] + [0.0] * (len(members) - 1)
+        state, num_joining, flushed = _merge_and_reassign(
+            state, members, representative_alone, engine, refused=True
         )
         changes += flushed
 
@@ -310,41 +320,60 @@ def merge_trainers(
     return State(state.ensemble, control), [*changes, event]
 
 
-def _merge_and_divide(
+def _merge_and_reassign(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into the first of them, and divide the workers again.
+    """Merge trainers into one, and divide the workers of the pool over the remaining trainers.
 
-    Returns the state, the number of workers that change their trainer, and the flushes' lines.
+    Args:
+      state: The run's state. The ids in `members` are keys of `state.control.trainers`.
+      members: Ids of the trainers to merge. The first is the representative, which remains.
+      weights: Each member's weight in the mean of parameters, in the order of `members`; only
+        their ratios count.
+      engine: Merges the arrays.
+      refused: Whether the representative keeps its batch and round length (`after_merge`).
+
+    Returns:
+      The new state; the number of workers that now belong to another trainer than before; and the
+      ledger lines of the trainers that were flushed because workers leave them.
     """
-    changed = after_merge(state.control, members, refused=refused)
-    left = []  # the trainers that workers leave, once for each of these workers
+    new_trainers = after_merge(state.control, members, refused=refused)
+    old_trainers = []  # for each worker that moves, the trainer that the worker leaves
     for stream, trainer in state.control.trainer_of.items():
-        if changed.trainer_of[stream] != trainer:
-            left.append(trainer)
-    state, flushed = engine.flush(state, sorted(set(left)))
-    control = dataclasses.replace(state.control, trainers=changed.trainers)
+        if new_trainers.trainer_of[stream] != trainer:
+            old_trainers.append(trainer)
+
+    # The flush adds its communication to `state.control`, so only the trainers are replaced there.
+    state, flushed = engine.flush(state, sorted(set(old_trainers)))
+    control = dataclasses.replace(state.control, trainers=new_trainers.trainers)
     ensemble = engine.merge(state, members, weights, control)
-    return State(ensemble, control), len(left), flushed
+    return State(ensemble, control), len(old_trainers), flushed
 
 
 def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:
-    """Return the host's data after a merge of `members`, the representative first.
+    """Return a copy of `control` after a merge of `members` into the first, the representative.
 
-    It takes batch and round length from the member with the largest demand (their product), and the
-    mean of the smoothed statistics. Workers are divided in proportion to demand. If `refused`, the
-    representative keeps its own, and the other members leave the run.
+    The representative takes batch size and round length from the member with the largest demand
+    (the product of both), and the mean of the members' smoothed statistics. The other members leave
+    the run. All workers are then divided over the remaining trainers in proportion to demand.
+
+    If the merge was `refused`, the representative keeps its own batch size, round length and
+    statistics; the rest is done as above.
     """
     changed = copy.deepcopy(control)
     merged = [changed.trainers[m] for m in members]
-    into, absorbed = merged[0], merged[1:]  # the representative, and the others
+    representative = merged[0]
     if not refused:
         largest = max(merged, key=lambda trainer: trainer.demand)
-        into.requested_batch_size = largest.requested_batch_size
-        into.round_length = largest.round_length
-        into.smoothing = _mean_smoothing([t.smoothing for t in merged])
-    into.streams += sorted(stream for trainer in absorbed for stream in trainer.streams)
-    changed.trainers = {m: t for m, t in changed.trainers.items() if m not in members[1:]}
+        representative.requested_batch_size = largest.requested_batch_size
+        representative.round_length = largest.round_length
+        representative.smoothing = _mean_smoothing([trainer.smoothing for trainer in merged])
+
+    # The representative takes over the workers of the other members, which leave the run.
+    absorbed_streams: list[int] = []
+    for m in members[1:]:
+        absorbed_streams += changed.trainers.pop(m).streams
+    representative.streams += sorted(absorbed_streams)
 
     remaining = changed.trainers.values()
     sizes = allocate_workers([t.demand for t in remaining], control.num_workers)
@@ -358,10 +387,11 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 def joining_workers(
     control: Control, ensemble: EnsembleSettings, done: float
 ) -> list[tuple[int, int]]:
-    """List (trainer, its new number of workers) for the workers that join now.
+    """List the trainers that workers join now, as pairs (trainer id, new number of workers).
 
-    With `ensemble.spawn_frac`, all join after that fraction of the run, of which `done` is done;
-    otherwise a trainer gets the free workers that its batch-size tests have requested.
+    With `ensemble.spawn_frac`, all workers join as soon as that fraction of the run is complete;
+    `done` is the fraction that is. Otherwise a trainer gets the workers that its batch-size tests
+    have requested, as far as workers of the pool are free. Earlier trainers are served first.
     """
     trainers = control.trainers
     if ensemble.initial_workers is None or done >= 1:
@@ -376,15 +406,18 @@ def joining_workers(
         wanted = sizes
     joining = []
     for trainer, size, want in zip(trainers, sizes, wanted, strict=True):
-        count = min(max(want - size, 0), free)
+        count = min(max(want - size, 0), free)  # workers that join this trainer
         free -= count
-        if count:
+        if count > 0:
             joining.append((trainer, size + count))
     return joining
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """Return the host's data after new workers, with new data streams, have joined a trainer."""
+    """Return a copy of `control` in which a trainer has `num_workers` workers, not fewer than now.
+
+    Each new worker reads the data stream with the lowest number that no worker of the run has.
+    """
     trainers = copy.deepcopy(control.trainers)
     used = control.trainer_of
     unused = (stream for stream in itertools.count() if stream not in used)
@@ -427,8 +460,15 @@ def spawn_workers(
 
 
 def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:
-    """Average the smoothed statistics of the trainers that have measured some."""
+    """Return the mean over trainers of each smoothed statistic (`Trainer.smoothing`), by name.
+
+    Trainers that have measured nothing, whose dict is empty, are left out. Without any measured
+    trainer the result is empty.
+    """
     measured = [sums for sums in members if sums]
     if not measured:
         return {}
-    return {name: sum(sums[name] for sums in measured) / len(measured) for name in measured[0]}
+    means = {}
+    for name in measured[0]:
+        means[name] = sum(sums[name] for sums in measured) / len(measured)
+    return means
