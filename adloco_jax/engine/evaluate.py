@@ -107,10 +107,21 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 def guard_losses(
     state: State, models: Sequence[Mapping[int, float]], programs: Programs, heldout: HeldOut
 ) -> list[float]:
-    """Compute the mean loss on the guard rows of trainers and of merges (`loop.adloco.Engine`)."""
+    """Compute the mean loss of each model on the guard rows, in the order of `models`.
+
+    Args:
+      state: The run's state; nothing in it changes.
+      models: Each is a trainer or a planned merge of several. It maps ids of trainers to their
+        weights in the merge, the representative first; one id alone is that trainer as it is.
+      programs: The run's compiled programs.
+      heldout: Has the guard rows, and the number of rows in a call of the program.
+
+    Returns:
+      Losses in nats per token, or in nats per row for labelled rows.
+    """
     losses = []
     for weights in models:
-        members = state.control.positions(weights)
+        members = state.control.positions(weights)  # positions in arrays [M, ...]
         if len(members) == 1:
             params = trainer_params(state.ensemble, members[0])
         else:

@@ -122,28 +122,42 @@ class RoundInputs(NamedTuple):
 
 
 def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> list[Group]:
-    """Group trainers with equally many workers; groups have devices in proportion to their workers.
+    """Divide trainers into groups of trainers that have equally many workers.
 
-    All trainers share all devices if there are too few devices, or several processes (every process
-    must take part in every program).
+    Each group has devices of its own, in proportion to the group's workers. But all trainers are
+    one group on all devices if there are fewer devices than groups, or several processes (each
+    process must take part in every program).
+
+    Args:
+      control: The host's data; a trainer's workers are its `streams`.
+      trainers: Ids of the trainers to divide, in any order.
+      spec: Names the devices, and how many of them share the parameters of a worker.
+
+    Returns:
+      Groups without a plan, those of the trainers with the most workers first; ids in a group
+      ascend. Empty without trainers.
     """
     chosen = sorted(trainers)
     if not chosen:
         return []
     num_workers = {m: len(control.trainers[m].streams) for m in chosen}
-    machine, model_shards = spec.machine, spec.model_shards
-    units = len(machine.devices) // model_shards  # a worker needs one
-    sizes = sorted(set(num_workers.values()), reverse=True)
-    if len(sizes) == 1 or machine.num_processes > 1 or units < len(sizes):
+    sizes = sorted(set(num_workers.values()), reverse=True)  # the groups' workers of a trainer
+
+    # A worker's parameters are divided over `model_shards` devices, which stay together.
+    model_shards = spec.model_shards
+    num_shares = len(spec.machine.devices) // model_shards
+    if len(sizes) == 1 or spec.machine.num_processes > 1 or num_shares < len(sizes):
         return [_group(control, chosen)]
 
     members = [[m for m in chosen if num_workers[m] == size] for size in sizes]
-    pools = [size * len(of_size) for size, of_size in zip(sizes, members, strict=True)]
-    groups, first = [], 0
-    for of_size, share in zip(members, allocate_workers(pools, units), strict=True):
-        devices = (first * model_shards, share * model_shards)
-        groups.append(_group(control, of_size, devices))
-        first += share
+    group_workers = [size * len(ids) for size, ids in zip(sizes, members, strict=True)]
+    shares = allocate_workers(group_workers, num_shares)
+    groups = []
+    first_share = 0
+    for ids, share in zip(members, shares, strict=True):
+        devices = (first_share * model_shards, share * model_shards)
+        groups.append(_group(control, ids, devices))
+        first_share += share
     return groups
 
 

@@ -133,7 +133,7 @@ def choose(
         if platform == "cpu" and size is not None:
             return Choice(programs, size, {})
         try:
-            choice = _try(programs, sizes, ensemble, batching, switch)
+            choice = _largest_fitting(programs, sizes, ensemble, batching, switch)
         except NothingFits:
             programs.close()
             if mode == allowed[-1] and not fits:
@@ -159,45 +159,69 @@ def tokens_of_a_row(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     return spec.sequence_length * (1 if spec.sequential else at_once)
 
 
-def _try(
+def _largest_fitting(
     programs: Programs,
     sizes: Sequence[int],
     ensemble: EnsembleSettings,
     batching: BatchingSettings,
     switch: SwitchSettings,
 ) -> Choice:
-    """Find the largest of some micro-batches that fits; raise NothingFits if none does."""
-    spec, first = programs.spec, sizes[0]
-    budget = spec.machine.budget(batching.memory_frac)
-    workers = ensemble.sizes(whole_pool=True)
+    """Find the largest micro-batch whose programs fit on a device, by compiling programs.
+
+    Args:
+      programs: The programs of the run in one mode; those that are measured are compiled.
+      sizes: Candidates, in sequences per worker, ascending; at least one.
+      ensemble: The number of workers, of which all that may ever join are counted.
+      batching: The first batch, the batch-size test, and the share of memory to use.
+      switch: Says whether gradients may be accumulated.
+
+    Returns:
+      The programs, the largest candidate that fits, and the memory of each program for it. On a
+      CPU with room to spare that memory is of the first round's programs, with the least candidate.
+
+    Raises:
+      NothingFits: If the least candidate does not fit; its `peaks` are those of that candidate.
+    """
+    spec = programs.spec
+    first = sizes[0]
+    budget = spec.machine.budget(batching.memory_frac)  # bytes of a device that a run may use
+    workers = ensemble.sizes(whole_pool=True)  # the number of each trainer's workers
     least = least_bytes(spec, workers, accumulates=accumulates(batching, switch, first))
-    needs: dict[int, dict[str, Peak]] = {first: {}}
+    peaks_of: dict[int, dict[str, Peak]] = {first: {}}  # by candidate, as far as measured
 
-    def most(size: int) -> int:
+    def compiled_bytes(size: int) -> int:
+        """Compile the programs for a candidate; return the most bytes that one of them needs."""
         pool = start(ensemble, batching, size, whole_pool=True)
-        needs[size] = program_peaks(pool, programs, batching, switch)
-        return largest_peak(needs[size])
+        peaks_of[size] = program_peaks(pool, programs, batching, switch)
+        return largest_peak(peaks_of[size])
 
-    if least <= budget:
+    if least <= budget:  # else nothing needs to be compiled
         if spec.machine.platform == "cpu" and len(sizes) > 1:
             # Only the programs of the first round are compiled; others wait until they are needed.
             pool = start(ensemble, batching, first)
             keys = first_keys(pool, batching, spec, first, accumulates=False)
             programs.prefetch(keys)
-            needs[first] = {str(key): peak(programs, key, workers) for key in keys}
+            peaks_of[first] = {str(key): peak(programs, key, workers) for key in keys}
+
+            # What a program needs beyond the run's state grows in proportion to the micro-batch.
             resting = held_bytes(spec, workers)
-            if resting + (largest_peak(needs[first]) - resting) * sizes[-1] / first <= budget:
-                return Choice(programs, sizes[-1], needs[first])
-        if num_fit := bisect.bisect_right(sizes, budget, key=most):
+            growing = largest_peak(peaks_of[first]) - resting
+            if resting + growing * sizes[-1] / first <= budget:
+                return Choice(programs, sizes[-1], peaks_of[first])
+
+        # Bisection compiles few candidates, because larger ones need more.
+        num_fit = bisect.bisect_right(sizes, budget, key=compiled_bytes)
+        if num_fit > 0:
             largest = sizes[num_fit - 1]
-            return Choice(programs, largest, needs[largest])
-    needed = max(least, largest_peak(needs[first]))
+            return Choice(programs, largest, peaks_of[largest])
+
+    needed = max(least, largest_peak(peaks_of[first]))
     raise NothingFits(
         f"batching.initial_batch_size={first}: {counted(sum(workers), 'worker')} of"
         f" {counted(len(workers), 'trainer')} need {needed} bytes on a device, have"
         f" {budget} of {spec.machine.device_bytes}; use fewer workers, a smaller batch or model,"
         " shorter rows (data.sequence_length), or model.remat=auto",
-        needs[first],
+        peaks_of[first],
     )
 
 
@@ -209,8 +233,13 @@ def largest_peak(peaks: Mapping[str, Peak]) -> int:
 def program_peaks(
     pool: Control, programs: Programs, batching: BatchingSettings, switch: SwitchSettings
 ) -> dict[str, Peak]:
-    """Compile the programs of a pool for its largest micro-batch; return each one's memory."""
-    spec, size = programs.spec, pool.max_batch_size
+    """Compile the programs that a run with these trainers calls; return the memory of each.
+
+    They are those of a round with micro-batches of `pool.max_batch_size` sequences, of held-out
+    losses and, with Streaming DiLoCo, of a flush. The result is by the name of the program's key.
+    """
+    spec = programs.spec
+    size = pool.max_batch_size
     keys = first_keys(pool, batching, spec, size, accumulates=accumulates(batching, switch, size))
     if spec.outer.leaves_unsynchronised:
         keys += [group.key("flush") for group in classes(pool, pool.trainers, spec)]
@@ -221,10 +250,19 @@ def program_peaks(
 def first_keys(
     control: Control, batching: BatchingSettings, spec: ProgramSpec, size: int, *, accumulates: bool
 ) -> list[ProgramKey]:
-    """List the keys of a round of equal micro-batches; if `accumulates`, also of two an update."""
+    """List the keys of the programs of a round in which all trainers have the micro-batch `size`.
+
+    With `accumulates`, the programs of a round that accumulates gradients come after those of a
+    round that does not.
+    """
+    counts = [1]  # micro-batches of an update
+    if accumulates:
+        counts.append(2)  # the program is the same for any number above 1
     keys = []
-    for count in (1, 2) if accumulates else (1,):
-        plan = RoundPlan(size, count, spec.steps_per_round)
+    for count in counts:
+        plan = RoundPlan(
+            micro_batch_size=size, num_accum_steps=count, num_updates=spec.steps_per_round
+        )
         plans = dict.fromkeys(control.trainers, plan)
         keys += round_keys(control, plans, batching, spec)
     return keys
@@ -259,12 +297,17 @@ def model_shards(
     given: int | None,
     memory_frac: float | None,
 ) -> int:
-    """Return `given` (`ensemble.model_shards`), or the fewest devices that can hold a worker.
+    """Return the number of devices over which each worker's parameters are divided.
 
-    Counted are the ensemble, the workers' parameters and gradient sums, not activations; all
-    devices if nothing fits. Raises ConfigError if the configured number does not divide theirs.
+    That is `given`, the setting `ensemble.model_shards`, if it is not None. Otherwise it is the
+    least divisor of the number of devices with which the run's state fits in `memory_frac` of each
+    device: ensemble, workers' parameters and gradient sums, without activations. If the state fits
+    with none, the number of all devices is returned. `sizes` has each trainer's workers.
+
+    Raises ConfigError if `given` does not divide the number of devices.
     """
-    machine, count = spec.machine, len(spec.machine.devices)
+    machine = spec.machine
+    count = len(machine.devices)
     if given is not None:
         if count % given:
             raise ConfigError(

@@ -75,23 +75,38 @@ class Model(NamedTuple):
 
 
 def configured_model(settings: Settings, machine: Machine) -> Model:
-    """Describe the model of a config, for programs that are compiled for a machine."""
-    model, data = settings.model, settings.data
+    """Return the model that the settings describe, for programs compiled for `machine`.
+
+    No parameters are drawn, and no weights are read. With an adapter (`adapter.rank` above 0),
+    `init_fn` draws the adapter alone, and `base_shapes` has the shapes of the frozen weights.
+    """
+    model = settings.model
+    data = settings.data
     network = build_network(model, settings.adapter)
-    init_fn, base_shapes = initialiser(network), None
+    init_all = initialiser(network)
 
-    def loss_of(mode, kernel):
-        how = {"remat": mode.remat, "attention": kernel, "layer_form": layer_form(machine)}
-        return build_model(model, settings.adapter, **how)[1]
+    def loss_of(mode: Mode, kernel: Kernel) -> LossFn:
+        _, loss_fn = build_model(
+            model,
+            settings.adapter,
+            remat=mode.remat,
+            attention=kernel,
+            layer_form=layer_form(machine),
+        )
+        return loss_fn
 
+    init_fn = init_all
+    base_shapes = None
     if settings.adapter.rank:
-        whole_fn = init_fn
-        shapes = split_adapter(jax.eval_shape(whole_fn, jax.random.key(0)))[1]
+        _, frozen = split_adapter(jax.eval_shape(init_all, jax.random.key(0)))
         hold = functools.partial(hf.as_held, dtype=model.base_dtype or "bfloat16")
-        base_shapes = jax.eval_shape(hold, shapes)
+        base_shapes = jax.eval_shape(hold, frozen)
 
-        def init_fn(key):
-            return split_adapter(whole_fn(key))[0]
+        def init_adapter(key):
+            adapter, _ = split_adapter(init_all(key))
+            return adapter
+
+        init_fn = init_adapter
 
     return Model(
         init_fn=init_fn,
@@ -182,12 +197,15 @@ def with_weights(
     params, lines = loaded.params, []
     if loaded.lacks and frozen:
         raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
-    if head := loaded.lacks:
-        params |= {head: jax.jit(model.init_fn)(jax.random.key(seed))[head]}
+    head = loaded.lacks  # the name of a head that the checkpoint lacks, else empty
+    if head:
+        drawn = jax.jit(model.init_fn)(jax.random.key(seed))
+        params |= {head: drawn[head]}
         lines.append(f"model.init_from = {source}: has no {head}; a random one is used")
     if loaded.left_out:
         lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
-    if rates := [f"{key}={x}" for key, x in loaded.config.items() if "dropout" in key and x]:
+    rates = [f"{key}={rate}" for key, rate in loaded.config.items() if "dropout" in key and rate]
+    if rates:
         lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     if not frozen:
         return model._replace(params=params), lines
@@ -205,22 +223,38 @@ def program_spec(
     mode: Mode | None = None,
     found_length: int | None = None,
 ) -> ProgramSpec:
-    """Collect what all programs of a run share; choose model shards and the attention kernel.
+    """Make the `ProgramSpec` of a run: what all its compiled programs share. Nothing is compiled.
 
-    `found_length` is the number of integers in each row that was found, which may be fewer than the
-    settings allow; None: as the settings say. Errors are those of `model_shards`.
+    Args:
+      settings: The complete settings of the run.
+      model: The model to train; nothing is drawn or read, only shapes are computed.
+      machine: The devices for which the programs will be compiled.
+      mode: How a device runs its workers. None: in turn on a CPU, else at once, and with
+        recomputed layers only if `model.remat` says so.
+      found_length: Integers in a row of the data, which may be fewer than the settings allow.
+        None: as many as they allow.
+
+    Raises:
+      ConfigError: If the loss needs a key, a parameter's group is unclear, or the devices cannot
+        be divided as `ensemble.model_shards` says.
     """
-    # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
-    # and twice the memory, of four in turn.
-    mode = mode or Mode(machine.platform == "cpu", bool(settings.model.remat))
-    loss_fn, batching, data = model.loss_of(mode, "xla"), settings.batching, settings.data
+    batching = settings.batching
+    data = settings.data
+    if mode is None:
+        # One worker's batch keeps a CPU's cores busy: four workers at once took 1.2 times the time,
+        # and twice the memory, of four in turn.
+        mode = Mode(sequential=machine.platform == "cpu", remat=bool(settings.model.remat))
+    loss_fn = model.loss_of(mode, "xla")  # `on_devices` chooses the kernel below
     _require_no_key(model.eval_loss_fn or loss_fn)
+
     longest = row_length(data, model.num_classes)
-    unused = 0 if found_length is None else longest - found_length
+    unused = 0  # integers by which all rows are shorter than the settings allow
+    if found_length is not None:
+        unused = longest - found_length
     num_examples = examples_per_pass(data.sequence_length * settings.model.width, machine)
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)
-    # It refuses what is unclear.
+    # This raises if a parameter's group is unclear; the labels themselves are not needed here.
     parameter_labels(params, label_params, inner=settings.inner, outer=settings.outer)
     spec = ProgramSpec(
         machine=machine,

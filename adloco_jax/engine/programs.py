@@ -434,19 +434,34 @@ def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
 
 
 def _on_each_device(advance: Callable, at: Placement) -> Callable:
-    """Make a function that runs `advance` on each device, only for the workers of this device."""
+    """Make a function that runs `advance` on each device, only for the workers of this device.
+
+    Args:
+      advance: A function `(workers, keyed, rate_TR, update_T, *position)` that returns the workers
+        and two arrays [T, R] of measurements. `keyed` is the pair that `add_keys` returns;
+        `position`, if it is given, is one int32 [] that is equal on all devices.
+      at: The mesh. Its axes `trainer` and `worker` divide the workers (axis R); the other axes are
+        left to XLA's partitioner.
+
+    Returns:
+      A function with the parameters and results of `advance`, in which R counts all workers.
+    """
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
-        return advance
-    pool, pool_T = P(POOL), P(None, POOL)
-    specs: list[Any] = [pool, pool, pool, P(), pool]  # `num_grads` is the same for all workers
+        return advance  # all workers are on every device already
+    pool = P(POOL)  # the first axis of an array is R
+    pool_T = P(None, POOL)  # the first axes are T and R
+    # The fields in their order; the fourth, `num_grads`, is the same for all workers.
+    specs: list[Any] = [pool, pool, pool, P(), pool]
     by_worker = Workers(*specs)
 
     def mapped(workers, keyed, rate_TR, update_T, *position):
-        inputs = (by_worker, pool_T, pool_T, P(), *[P()] * len(position))
+        inputs = [by_worker, pool_T, pool_T, P()]
+        if position:
+            inputs.append(P())
         function = jax.shard_map(
             advance,
             mesh=at.mesh,
-            in_specs=inputs,
+            in_specs=tuple(inputs),
             out_specs=(by_worker, pool_T, pool_T),
             axis_names=set(POOL),
             check_vma=False,
