@@ -153,7 +153,7 @@ class Placement:
                 # Codes and scales begin with the axes [X, rows]. Only these are divided, because a
                 # block must stay on one device.
                 by_rows = self._spread(leaf.scales.shape[:2], (lead,), over)
-                return Packed(codes=by_rows, scales=by_rows)
+                return jax.tree.map(lambda _: by_rows, leaf)
             return self._spread(leaf.shape, (lead,), over)
 
         return jax.tree.map(leaf_sharding, shapes, is_leaf=_is_packed)
