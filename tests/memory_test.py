@@ -89,7 +89,9 @@ def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, 
         memory, "tokens_of_a_row", lambda spec, sizes: 512 * (1 if spec.sequential else 8)
     )
     left = list(found)
-    monkeypatch.setattr(memory, "_try", lambda programs, *_: fitting(programs, left.pop(0)))
+    monkeypatch.setattr(
+        memory, "_largest_fitting", lambda programs, *_: fitting(programs, left.pop(0))
+    )
     choice = chosen_for(settings, spec, lambda *_: spec.loss_fn)
     assert mode_of(choice.programs) == expected and left == []
     assert choice.max_batch_size == found[MODES.index(expected)]
@@ -141,7 +143,7 @@ def test_a_set_micro_batch_is_every_modes(monkeypatch):
         return fitting(programs, sizes[0] if mode_of(programs).remat else None)
 
     monkeypatch.setattr(memory, "tokens_of_a_row", lambda spec, sizes: 1)
-    monkeypatch.setattr(memory, "_try", attempt)
+    monkeypatch.setattr(memory, "_largest_fitting", attempt)
     choice = chosen_for(settings, spec, lambda *_: spec.loss_fn, size=3)
     assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
 
