@@ -82,10 +82,14 @@ class LocalEngine:
 
         If `is_stopped()`, a round that does not end within `LAST_S` seconds raises Stopped.
         """
-        self.settings, self.spec, self.programs = settings, spec, programs
+        self.settings = settings
+        self.spec = spec
+        self.programs = programs
+        self.rows = rows
+        self.heldout = heldout
         self.state_bytes = spec.state_bytes
-        self._on_call, self._is_stopped = on_call, is_stopped
-        self.rows, self.heldout = rows, heldout
+        self._on_call = on_call
+        self._is_stopped = is_stopped
         self._begun: State  # before the current round
         # Of the current round:
         self._num_calls = 0
@@ -104,12 +108,18 @@ class LocalEngine:
 
         While the devices run its updates, the host decides and prepares the next round.
         """
-        before, settings = state.control, self.settings
+        settings = self.settings
+        before = state.control
         self.control_before = before  # set before sequences are read, which may fail
-        start_s, stalled_s = time.perf_counter(), self.programs.stall_s
+        start_s = time.perf_counter()
+        stalled_s = self.programs.stall_s
+
+        # Read the rows, and dispatch the measurements of gradients.
         plans = round_plans(before, settings)
         round_inputs = self.inputs(before, plans)
         stats = [self._measure(state, test) for test in round_inputs.stats_rows]
+
+        # Count the round, and note for each call the share of the run that is done at its end.
         control, spent = count_round(
             before,
             plans,
@@ -122,24 +132,35 @@ class LocalEngine:
         self._num_calls = sum(map(len, round_inputs.calls))
         self._shares = deque(np.linspace(first, last, self._num_calls + 1)[1:].tolist())
         self._losses.clear()
-        self._begun, self._clock_s = state, self._now_s()
+        self._begun = state
+        self._clock_s = self._now_s()
+
+        # The devices run the updates, while the host decides and prepares the next round.
         ensemble, measured = self._dispatch(state, round_inputs)
         self._flushed.clear()
         stats_of = by_trainer(round_inputs.stats_rows, stats)
         control, decisions = decide(control, stats_of, plans)
         if not is_over(control, settings):
             self.look_ahead(control)
+
+        # Wait for the end of the updates.
         self._report(0)
         jax.block_until_ready([norms for _, _, norms in measured])
-        step_s, stall_s = time.perf_counter() - start_s, self.programs.stall_s - stalled_s
+        step_s = time.perf_counter() - start_s
+        stall_s = self.programs.stall_s - stalled_s
         lines = {m: round_inputs.lines[m] | spent[m] for m in plans}
         outcomes = _outcomes(measured)
         state = State(ensemble, control)
         return end_round(state, lines, outcomes, decisions, step_s=step_s, stall_s=stall_s)
 
     def inputs(self, control: Control, plans: Mapping[int, RoundPlan]) -> RoundInputs:
-        """Return a round's inputs, if possible those that `look_ahead` made; raise its errors."""
-        ahead, self._ahead = self._ahead, None
+        """Return the inputs of a round with these plans, by trainer id.
+
+        Inputs that `look_ahead` made are used if they are for the same round and rows; the error
+        with which it failed is then raised here. Otherwise the inputs are made now.
+        """
+        ahead = self._ahead
+        self._ahead = None
         if ahead is not None:
             made_for, round_inputs = ahead
             if made_for == reads(control, plans):
@@ -165,9 +186,10 @@ class LocalEngine:
 
     def _measure(self, state: State, test: StatsRows) -> GradientStats:
         """Start to measure gradient statistics of a group on the round's first sequences."""
-        params_M, trainers = state.ensemble.params_M, test.group.trainers
+        params_M = state.ensemble.params_M
+        trainers = test.group.trainers
         if len(trainers) < state.ensemble.num_trainers:
-            params_M = _rows(params_M, state.control.positions(trainers))
+            params_M = _at_positions(params_M, state.control.positions(trainers))
         return measure(self.programs, params_M, test)
 
     def complete(self, state: State) -> Ensemble:
@@ -213,7 +235,8 @@ class LocalEngine:
             ready = self._losses[0].is_ready()  # pyrefly: ignore[missing-attribute]
             if not ready and len(self._losses) <= most:
                 break
-            share, loss_TR = self._shares.popleft(), self._losses.popleft().block_until_ready()
+            share = self._shares.popleft()
+            loss_TR = self._losses.popleft().block_until_ready()
             num_ended = self._num_calls - len(self._shares)
             self._call_s = (self._now_s() - self._clock_s) / num_ended
             if self._on_call:
@@ -226,6 +249,7 @@ class LocalEngine:
         return self._call_s * num_left if num_left < self._num_calls else math.nan
 
     def _now_s(self) -> float:
+        """Return a clock's seconds, without those in which the engine waited for compilation."""
         return time.perf_counter() - self.programs.stall_s
 
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
@@ -262,7 +286,10 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _put(self, ensemble: Ensemble, trainers: tuple[int, ...], sub: Ensemble) -> Ensemble:
-        """Write some trainers, at these positions, back into the ensemble."""
+        """Write the trainers of `sub`, in order, to these positions of the ensemble.
+
+        If they are all trainers, `sub` is the result. Otherwise `ensemble` is donated.
+        """
         if len(trainers) == ensemble.num_trainers:
             return sub
         at = placement(self.spec, Layout(sub.sizes))  # a mesh of all devices
@@ -270,7 +297,10 @@ class LocalEngine:
 
 
 def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    return ensemble if len(trainers) == ensemble.num_trainers else taken(ensemble, trainers)
+    """Return the trainers at these positions, with their workers; `ensemble` itself if all."""
+    if len(trainers) == ensemble.num_trainers:
+        return ensemble
+    return taken(ensemble, trainers)
 
 
 def end_round(
@@ -282,26 +312,37 @@ def end_round(
     step_s: float,
     stall_s: float = 0.0,
 ) -> tuple[State, Boundary]:
-    """Count skipped updates, remove broken trainers, and collect what observers are told.
+    """Count skipped updates, remove broken trainers, and collect the results for observers.
 
-    `lines` have the other fields of the ledger's lines, by trainer as `outcomes`.
+    Args:
+      state: The state after the round, whose `control` counts the round.
+      lines: By trainer id, the fields of its ledger line except `skipped_updates`.
+      outcomes: By trainer id, the results of the round, for the trainers that ran.
+      decisions: One for each of these trainers, in the same order.
+      step_s: Seconds from the round's first row to its last update.
+      stall_s: Seconds within `step_s` in which the round waited for compilation.
+
+    Returns:
+      The state without broken trainers, and the boundary, whose metrics are `Metrics`.
     """
     control, broken = count_skips(state.control, outcomes)
     state, changes = without_broken(State(state.ensemble, control), broken)
-    ended = [
-        lines[m] | {"skipped_updates": int(outcome.skipped_SR.sum())}
-        for m, outcome in outcomes.items()
-    ]
+    ended = []
+    for m, outcome in outcomes.items():
+        num_skipped = int(outcome.skipped_SR.sum())
+        ended.append(lines[m] | {"skipped_updates": num_skipped})
     metrics = Metrics(ended, [*outcomes.values()], step_s, stall_s)
     return state, Boundary(metrics, decisions, changes)
 
 
 def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Control, list[int]]:
-    """Return `control` with each worker's skipped updates in a row, and who is broken.
+    """Count each worker's skipped updates in a row; find the trainers that are broken.
 
-    `outcomes` are by trainer, which `control` must still have with the workers that ran the round.
-    A trainer is broken if each of its workers skipped its last `SKIPS_BEFORE_QUARANTINE` updates;
-    the second result lists their ids.
+    A trainer is broken if each of its workers skipped its last `SKIPS_BEFORE_QUARANTINE` updates.
+
+    `outcomes` has the results of a round by trainer id. `control` must have these trainers with the
+    workers that ran the round. Returns a copy of `control` with the new counts, and the ids of the
+    broken trainers.
     """
     control = copy.deepcopy(control)
     broken = []
@@ -352,7 +393,12 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats]) -> Stats:
-    """Give each trainer that was tested the statistics of its workers, in float64."""
+    """Return the gradient statistics of each tested trainer's workers, by trainer id.
+
+    `measured` has the statistics of each group of `stats_rows`, with fields [R]. In the result
+    fields are NumPy arrays float64 [W], one entry for each of the trainer's workers. Trainers whose
+    workers measured nothing are left out.
+    """
     stats = {}
     for test, stats_R in zip(stats_rows, measured, strict=True):
         fields = [np.asarray(value, np.float64) for value in vars(stats_R).values()]
@@ -381,8 +427,9 @@ def _split(group: Group, *arrays_R: np.ndarray) -> Iterator[tuple]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
+def _at_positions(tree_M: PyTree, positions: tuple[int, ...]) -> PyTree:
+    """Take the entries at these positions out of leaves [M, ...]."""
+    return jax.tree.map(lambda leaf: leaf[np.array(positions)], tree_M)
 
 
 _written = jax.jit(put, static_argnums=1, donate_argnums=0)

@@ -58,10 +58,22 @@ def inner_round(
     calls: Sequence[Call],
     on_call: Callable[[Array], object] = lambda loss_TR: None,
 ) -> tuple[Ensemble, Workers, list[tuple[Array, Array]], list[Array]]:
-    """Dispatch a round of a group's workers (AdLoCo algorithm 1, lines 6-15).
+    """Dispatch a round of a group's workers to the devices (AdLoCo algorithm 1, lines 6-15).
 
-    The result: the ensemble without the workers' arrays, the workers, losses and skipped updates by
-    call [T, R], and the norms of the fragments' outer gradients, [M] (Streaming DiLoCo).
+    Nothing is awaited. With Streaming DiLoCo (`own_params`) the fragments are synchronised on the
+    way; otherwise the caller makes the outer update.
+
+    Args:
+      programs: The run's compiled programs.
+      sub: The group's trainers and workers; its arrays may be donated.
+      group: The trainers, their workers, and the plan of their round.
+      calls: The arguments of each call of the inner steps, in order (`inputs.calls_of`).
+      on_call: Called with the losses [T, R] of each call that was dispatched.
+
+    Returns:
+      The ensemble without the workers' arrays; the workers after the round; for each call losses
+      and skipped updates [T, R]; for each fragment the norms of outer gradients [M], none without
+      Streaming DiLoCo.
     """
     spec = programs.spec
     steps = group.steps_key()
@@ -76,15 +88,17 @@ def inner_round(
         workers = programs.call(start, bare)
         if not spec.reset_inner_state:
             workers = workers.replace(inner_state_R=inner_state_R)
-    measured, norms = [], []
+
+    measured = []
+    norms = []
     num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
     for i, call in enumerate(calls):
         inputs = (call.rows_TRB, call.rate_TR, call.update_T, call.stream_R3)
-        fragment, rest = divmod(i + 1, num_calls)
+        num_fragments, rest = divmod(i + 1, num_calls)  # fragments that end with this call
         if spec.outer.own_params and rest == 0:
             key = steps._replace(kind="fragment", sizes=group.sizes)
             sub, workers, (loss_TR, skipped_TR), norm_M = programs.call(
-                key, sub, workers, *inputs, np.int32(fragment - 1)
+                key, sub, workers, *inputs, np.int32(num_fragments - 1)
             )
             norms.append(norm_M)
         else:
@@ -97,7 +111,11 @@ def inner_round(
 def by_update(
     group: Group, measured: Sequence[tuple[Array, Array]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Wait for a group's calls; return each update's loss (NaN: skipped), and skips, [S, R]."""
+    """Wait for a group's calls, and compute the results of each update of each worker.
+
+    `measured` has losses and skipped updates [T, R] for each call, in order. Returns the mean loss
+    of each update, NaN if the update was skipped, and whether the update was skipped: both [S, R].
+    """
     losses, skips = zip(*jax.device_get(measured), strict=True)
     loss_TR = _by_worker(group, losses)
     skipped_TR = _by_worker(group, skips)
@@ -108,8 +126,15 @@ def by_update(
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join what the calls of a round gave, [T, workers of the call], to [all T, R]."""
-    num_sequential = sum(group.sizes) // parts[0].shape[1]
-    calls = len(parts) // num_sequential
-    turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
-    return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order
+    """Join the results of a round's calls to one array [T of the round, R].
+
+    `parts` are arrays [T of a call, workers of a call]. All calls of a turn follow one another. A
+    turn runs one worker of each device, or all workers at once if there is only one turn.
+    """
+    num_turns = sum(group.sizes) // parts[0].shape[1]
+    calls_per_turn = len(parts) // num_turns
+    turns = []
+    for first in range(0, len(parts), calls_per_turn):
+        turns.append(np.concatenate(parts[first : first + calls_per_turn]))
+    # A device's workers are adjacent in R, one from each turn.
+    return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)

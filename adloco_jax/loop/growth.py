@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from adloco_jax.core.batching import BATCH_TESTS, next_batch_size
+from adloco_jax.core.batching import BATCH_TESTS, Scalar, next_batch_size
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.types import GradientStats
 from adloco_jax.loop.control import Control, Size, Trainer
@@ -52,7 +52,8 @@ def with_batch_sizes(
     decisions = []
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
         for m in trainers:
-            trainer, now = control.trainers[m], control.size(m)
+            trainer = control.trainers[m]
+            now = control.size(m)
             request = _request(control, m, settings.batching)
             if not measures:
                 size = now._replace(batch_size=int(request(None)))
@@ -157,8 +158,14 @@ def grown(
     return size
 
 
-def _request(control: Control, trainer_id: int, batching: BatchingSettings) -> Callable:
-    """Return a trainer's batch-size test as a function of gradient statistics alone."""
+def _request(
+    control: Control, trainer_id: int, batching: BatchingSettings
+) -> Callable[[GradientStats | None], Scalar]:
+    """Bind a trainer's present sizes and the settings to the configured batch-size test.
+
+    The result takes `GradientStats` (None for a schedule, which measures nothing) and returns the
+    requested batch in sequences per worker, before limits and rounding; NaN if it is undefined.
+    """
     trainer = control.trainers[trainer_id]
     is_pooled = batching.scope == "trainer"
     return functools.partial(
@@ -177,17 +184,25 @@ def _request(control: Control, trainer_id: int, batching: BatchingSettings) -> C
 def _tested(
     trainer: Trainer,
     stats: GradientStats,
-    request: Callable,
+    request: Callable[[GradientStats | None], Scalar],
     now: Size,
     free_workers: int,
     batching: BatchingSettings,
     inner: InnerSettings,
 ) -> Decision:
-    """Decide a trainer's size by a test of the statistics of its workers, pooled.
+    """Decide a trainer's next size by the batch-size test.
 
-    The trainer's moving averages of statistics, and its `measured_size`, are updated in place.
+    Args:
+      trainer: Its moving averages of statistics and its `measured_size` are updated in place.
+      stats: The statistics of the trainer's workers, pooled: fields [].
+      request: The test (`_request`).
+      now: The trainer's present size.
+      free_workers: Number of workers that may join the trainer.
+      batching: Smoothing, and the limits of growth.
+      inner: The limits of the round length.
     """
-    noise, signal = float(stats.noise), float(stats.signal)
+    noise = float(stats.noise)
+    signal = float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
         return Decision(now, "degenerate", noise, signal)
     # Use units that are equal for all tests. In float64 the sums do not overflow in these units.
