@@ -77,9 +77,9 @@ class Group(NamedTuple):
         """Where the arrays of the group's trainers and workers are between inner steps."""
         return Layout(self.sizes, devices=self.devices)
 
-    def key(self, kind: Kind, **more) -> ProgramKey:
-        """Make the key of one of this group's programs, with further fields `more`."""
-        return ProgramKey(kind, self.sizes, devices=self.devices, **more)
+    def key(self, kind: Kind, *, accumulates: bool = False) -> ProgramKey:
+        """Make the key of one of this group's programs; `accumulates` matters to "start" alone."""
+        return ProgramKey(kind, self.sizes, devices=self.devices, accumulates=accumulates)
 
     def steps_key(self) -> ProgramKey:
         """Make the key of the group's inner steps, which depend on the workers only."""

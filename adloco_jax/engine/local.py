@@ -269,7 +269,12 @@ class LocalEngine:
         return replace(spawned, state.ensemble, position, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronise what is left unsynchronised, which happens only in Streaming DiLoCo."""
+        """Set trainers and their workers to the mean of the workers (`contrib.flush_workers`).
+
+        Only Streaming DiLoCo leaves workers with updates that are not synchronised. Trainers that
+        were flushed since the last round are left out. Returns the state, with the communication
+        counted, and one ledger line; the same state and no line if no trainer needs a flush.
+        """
         ensemble, control = state
         owed = [m for m in sorted(trainers) if m not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:

@@ -92,12 +92,18 @@ class Choice(NamedTuple):
 
 
 def modes(remat: bool | None, platform: str) -> list[Mode]:
-    """List the modes that `model.remat` allows, the preferred first; on a CPU always in turn."""
-    return [
-        mode
-        for mode in MODES
-        if (mode.sequential or platform != "cpu") and remat in (None, mode.remat)
-    ]
+    """List the modes that a run may use, the preferred first.
+
+    `remat` is the setting `model.remat`; None allows both. `platform` is that of JAX; on "cpu"
+    workers always run in turn.
+    """
+    allowed = []
+    for mode in MODES:
+        if platform == "cpu" and not mode.sequential:
+            continue
+        if remat is None or remat == mode.remat:
+            allowed.append(mode)
+    return allowed
 
 
 def choose(
@@ -275,7 +281,11 @@ def accumulates(batching: BatchingSettings, switch: SwitchSettings, size: int) -
 
 
 def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
-    """Bytes of a device's memory in use while a program runs, with all trainers' arrays on it."""
+    """Compile a program; return the bytes of a device's memory in use while the program runs.
+
+    `sizes` has the number of each trainer's workers. The arrays of all of them are on the devices,
+    whether the program takes them or not.
+    """
     state = ensemble_spec(programs.spec, Layout(sizes))
     taken = dict.fromkeys(_TAKES[key.kind])
     try:

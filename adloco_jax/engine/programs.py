@@ -472,7 +472,12 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
-    """Make the function that advances all workers of a program, at once or in turn."""
+    """Make the function that runs inner steps of all workers of a program, at once or in turn.
+
+    Its parameters are workers, the pair of rows and keys that `add_keys` returns, learning rates
+    [T, R], and the flags of updates [T] or None. It returns the workers, and losses and skipped
+    updates [T, R].
+    """
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     sequential = _on_each_device(_advance(spec, at, sequential=True), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
@@ -480,15 +485,21 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     at_once = _advance(spec, at, sequential=False)
 
     def steps(workers, keyed, rate_TR, update_T):
-        one_each = num_groups > 1 and rate_TR.shape[1] == num_groups
-        advance = sequential if spec.sequential and not one_each else at_once
-        return advance(workers, keyed, rate_TR, update_T)
+        one_each = num_groups > 1 and rate_TR.shape[1] == num_groups  # no worker must wait
+        if spec.sequential and not one_each:
+            return sequential(workers, keyed, rate_TR, update_T)
+        return at_once(workers, keyed, rate_TR, update_T)
 
     return steps
 
 
 def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
-    """Make the function that advances the worker at a position of each device's workers."""
+    """Make the function that runs inner steps of one worker on each device.
+
+    `position`, int32 [], says which of the device's workers runs; it is equal on all devices. The
+    other parameters and the results are those of `_inner_steps`, with rows, rates and measurements
+    of the running workers only. Parameters and inner states of the other workers do not change.
+    """
     advance = _advance(spec, at, sequential=True)
 
     def advance_one(workers, keyed, rate_TR, update_T, position):
