@@ -408,7 +408,8 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
     return grad_sum, norms_C
 
 
-# The next two functions are `_Method.products`.
+# The next two functions are `_Method.products`: they multiply each example's gradient with each
+# direction, a pytree of leaves [E, ...] with the parameters' shapes. The result is [E, C].
 
 
 def _products_by_vmap(loss_fn, params, batch_C, directions_E):

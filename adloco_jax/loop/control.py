@@ -169,11 +169,20 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, Work] | None = None,
 ) -> tuple[Control, dict[int, dict[str, int]]]:
-    """Count a round that has ended; return the host's data, and the costs of each trainer that ran.
+    """Count a round that has ended, in a copy of `control`.
 
-    Costs are updates, tokens, synchronisations (`syncs`) and bytes, by trainer. `sync_bytes` is one
-    worker's outer gradient as it is sent, `num_syncs` the number of fragments. `counted` has the
-    work of each stream that took part; None: all, as planned.
+    Args:
+      control: The host's data before the round.
+      plans: By trainer id, the sizes of the round, for the trainers that ran.
+      sequence_length: Tokens of a sequence on which a worker trains.
+      sync_bytes: Bytes of one worker's outer gradient, or of its fragment, as sent.
+      num_syncs: Number of fragments, each of which is synchronised once.
+      counted: By data stream, the work of each worker that took part. None: all took part, and did
+        what `plans` say.
+
+    Returns:
+      The copy, and the costs of each trainer that ran, by its id: `updates`, `tokens`,
+      synchronisations (`syncs`) and `bytes`.
     """
     control = copy.deepcopy(control)
     spent = {}
@@ -204,7 +213,11 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a flush; return the host's new data and the line for the ledger."""
+    """Count the communication of a flush of these trainers (ids), at the end of a round.
+
+    `sync_bytes` is the size of all parameters of one worker as they are sent. Returns a copy of
+    `control` with the cost added to its totals, and the ledger line of the flush.
+    """
     cost = {"syncs": 0, "bytes": 0}
     for m in trainers:
         of_trainer = sync_cost(len(control.trainers[m].streams), sync_bytes)

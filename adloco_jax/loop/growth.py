@@ -78,7 +78,11 @@ def with_growth(
     batching: BatchingSettings,
     inner: InnerSettings,
 ) -> Control:
-    """Return a copy in which each trainer requests `growth` times its size, within its limits."""
+    """Return a copy of `control` in which each trainer requests `growth` times its present size.
+
+    Size means `Size.total`. Growth ends at the limits of the settings and at the workers that are
+    free, for which earlier trainers are served first.
+    """
     control = copy.deepcopy(control)
     free = _workers_for_tests(control, ensemble)
     for m, trainer in control.trainers.items():

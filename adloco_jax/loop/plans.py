@@ -151,7 +151,11 @@ def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) ->
 
 
 def planned(control: Control, trainer_id: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
-    """Return the fields of a trainer's ledger line that are known before its round is run."""
+    """Return the fields of a trainer's ledger line that are known before its round is run.
+
+    `control` is the host's data before the round; `rate_T` has the learning rate of each
+    micro-batch, of which the last is written.
+    """
     trainer = control.trainers[trainer_id]
     return {
         "round": control.rounds_of(trainer_id) + 1,
