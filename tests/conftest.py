@@ -2,11 +2,16 @@
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 _kept = Path(__file__).resolve().parents[1] / ".pytest_cache"  # from one session to the next
+# Runs sync what they save, and tests need not wait for a disk: their folders lie in memory, where
+# the machine has room there.
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 # Many containers forbid bytecode; then each command under test compiles JAX and others for 4 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

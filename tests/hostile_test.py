@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from adloco_jax import main as cli
+from adloco_jax.config import executed
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import DataError
 
@@ -192,6 +193,7 @@ def test_what_is_no_config_file_is_refused(tmp_path, capsys, kind):
     assert cli.main([f"--config={path if kind in MAKE else kind}"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "config" in err
+    assert path not in executed  # which the processes of a run execute, too
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,11 @@ def _executed(path: Path, **arguments: str) -> object:
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
-    executed.append(path.resolve())
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
-        return get_config(**arguments) if callable(get_config) else None
+        config = get_config(**arguments) if callable(get_config) else None
+        executed.append(path.resolve())  # only a file without a fault; other processes run it, too
+        return config
     # Deliberately broad, because a config file is arbitrary Python.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
