@@ -128,8 +128,15 @@ def _of_means(
 ) -> tuple[GradientStats, Array, Array]:
     """Compute statistics from gradients that are themselves means of `batch_size` examples.
 
-    Also returns the root mean square of their norms (1 if it is zero), and |mean|^2 in units of its
-    square.
+    Args:
+      mean: The mean of all gradients, with the parameters' shapes.
+      norms_X: Each gradient's L2 norm, float32 [X]; zero where an entry is padding.
+      count: Number of gradients without padding, float32 [].
+      batch_size: Number of examples of which each gradient is the mean.
+
+    Returns:
+      The statistics, without inner products; the root mean square of the norms (1 if it is zero);
+      and |mean|^2 in units of its square. The last two are float32 [].
     """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
@@ -156,13 +163,20 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """Add the sums of inner products, which `_multiply` returns, to statistics."""
+    """Return `stats` with the sums of inner products.
+
+    `products_3B`, from `_multiply`, has each gradient's product with the means of all, of the first
+    and of the second third. `mean_norm` is the squared norm of the mean of all, float32 []. Both
+    are in units of the mean squared norm of a gradient.
+    """
     with_mean_B, with_first_B, with_second_B = products_3B
-    t, index_B = examples.count, jnp.arange(examples.size)
+    t = examples.count
+    index_B = jnp.arange(examples.size)
     is_last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)  # in the last third
     num_last = jnp.sum(is_last_B).astype(jnp.float32)
 
     def centred(values_B):
+        """Subtract the mean over the last third; return zero outside it."""
         mean = jnp.sum(jnp.where(is_last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
         return jnp.where(is_last_B, values_B - mean, 0.0)
 
@@ -187,15 +201,21 @@ def pool(stats: GradientStats) -> GradientStats:
     Source: docs/algorithm.md, section 2, "Several workers".
     """
     scale = stats.scale.max(axis=0)
-    same = stats.in_units_of(scale).replace(scale=stats.scale)
-    return jax.tree.map(lambda values_n: values_n.sum(axis=0), same).replace(scale=scale)
+    # A field `scale` [n], like all others, so that one sum serves every field.
+    in_one_unit = stats.in_units_of(scale).replace(scale=stats.scale)
+    sums = jax.tree.map(lambda values_n: values_n.sum(axis=0), in_one_unit)
+    return sums.replace(scale=scale)
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make a loss of the trainable parameters that returns one number, with one key for all."""
+    """Make a loss of the trainable parameters that returns one number, with one key for all.
+
+    The result is called `loss(values, batch) -> float []`, with the floating-point leaves of
+    `params` (`core.types.trainable`), and with `tap_B=` if `loss_fn` takes it.
+    """
     loss_and_aux = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
 
-    def loss_of(values, batch, **keywords):  # perhaps `tap_B`
+    def loss_of(values, batch, **keywords):  # `tap_B`, only for the estimator `taps`
         loss, _ = loss_and_aux(values, batch, **keywords)
         return loss
 
@@ -232,7 +252,8 @@ class _Examples(NamedTuple):
           carry: The value for the first call of `body`.
         """
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
-        starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
+        starts_I = starts_P[parts_I]
+        ends_I = self.ends_P[parts_I]
         num_passes_I = -(-(ends_I - starts_I) // self.group)  # rounded up
         end_pass_I = jnp.cumsum(num_passes_I)  # the number of passes up to the end of each part
 
@@ -259,15 +280,19 @@ class _Method(NamedTuple):
     """How an estimator measures the examples of one pass."""
 
     # `(loss_of, params, batch_C, valid_C) -> (sum of the valid examples' gradients, norms_C)`
-    gradients: Callable[..., tuple[PyTree, Array]]
+    gradients: Callable[[LossFn, PyTree, PyTree, Array], tuple[PyTree, Array]]
     # `(loss_of, params, batch_C, directions_E) -> inner products with the gradients [E, C]`
-    products: Callable[..., Array]
+    products: Callable[[LossFn, PyTree, PyTree, PyTree], Array]
 
 
 def _sum_gradients(
     loss_of: LossFn, params: PyTree, examples: _Examples, method: _Method
 ) -> tuple[PyTree, Array]:
-    """Sum the gradients of each part, [P, ...]; measure each example's norm, float32 [B]."""
+    """Return the sum of each part's gradients, float32 [P, ...], and the examples' norms.
+
+    The norms are float32 [B], with zero for padding. `params` are the trainable ones, and `loss_of`
+    is that of `_scalar_loss`.
+    """
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
         sums_P, norms_B = carry
@@ -289,9 +314,18 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Multiply gradients with the means of all, of the first and of the second third: [3, B].
+    """Multiply each example's gradient with three mean gradients; return float32 [3, B].
 
-    The last two are zero outside the last third. Products are in units of `rms**2`.
+    The means are those of all examples, of the first third and of the second third. Products with
+    the last two are zero outside the last third.
+
+    Args:
+      loss_of: The loss that `_scalar_loss` returns.
+      params: The trainable parameters.
+      examples: The batch in thirds.
+      method: Computes the products of one pass.
+      sums_3: The sum of each third's gradients, leaves [3, ...].
+      rms: Root mean square of the gradients' norms, float32 []; products are in units of `rms**2`.
     """
     # The three means as weights of the thirds' sums: a row for each mean, a column for each third.
     weights_13 = jnp.ones((1, 3), jnp.float32) / examples.count
@@ -329,7 +363,17 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
 def _examples(
     batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
 ) -> _Examples:
-    """Divide a batch into parts, and choose the number of examples in a pass."""
+    """Divide a batch into parts, and choose the number of examples in a pass.
+
+    Args:
+      batch: Pytree of leaves [B, ...].
+      chunk_size: Largest number of examples in one pass; None sets no bound.
+      num_examples: Number of valid examples, the first of the batch; None: all B.
+      inner_products: Whether the parts are thirds of the valid examples; else there is one part.
+
+    Raises:
+      ValueError: If leaves differ in B, or B is below 2.
+    """
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(
@@ -345,7 +389,8 @@ def _examples(
         part_sizes = [size]
         ends_P = t[None]
 
-    def cost(group):  # a pass costs about as much as one example more
+    def cost(group):
+        """Return the cost, in examples, of passes of this size: a pass costs about one more."""
         num_passes = sum(math.ceil(part_size / group) for part_size in part_sizes)
         return (group + 1) * num_passes
 
@@ -364,19 +409,30 @@ def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# The next two functions are `_Method.gradients`. Leaves of `batch_C` are [C, 1, ...].
+def _gradients_by_vmap(
+    loss_fn: LossFn, params: PyTree, batch_C: PyTree, valid_C: Array
+) -> tuple[PyTree, Array]:
+    """Compute each gradient; return the sum of the valid ones, and all norms, float32 [C].
 
-
-def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
+    Leaves of `batch_C` are [C, 1, ...]. `valid_C`, bool [C], is false for padding.
+    """
     grads_C = _example_grads(loss_fn, params, batch_C)
     grads_C = where_leading(valid_C, grads_C, jax.tree.map(jnp.zeros_like, grads_C))
     return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), norms(grads_C)
 
 
-def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
+def _gradients_by_taps(
+    loss_fn: LossFn, params: PyTree, batch_C: PyTree, valid_C: Array
+) -> tuple[PyTree, Array]:
+    """Return what `_gradients_by_vmap` does, from one backward pass of the mean loss.
+
+    The cotangent of `tap_B` is the squared norm of each example's share of the mean gradient.
+    Raises ValueError if the loss takes `tap_B` without using it.
+    """
     batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)
     num_uses = 0  # of the tap, by layers of the loss
 
+    # The identity, whose backward pass counts the uses of the tap.
     @jax.custom_vjp
     def watched(tap_C):
         return tap_C
@@ -408,11 +464,15 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
     return grad_sum, norms_C
 
 
-# The next two functions are `_Method.products`: they multiply each example's gradient with each
-# direction, a pytree of leaves [E, ...] with the parameters' shapes. The result is [E, C].
+def _products_by_vmap(
+    loss_fn: LossFn, params: PyTree, batch_C: PyTree, directions_E: PyTree
+) -> Array:
+    """Multiply each example's gradient with each direction; return the inner products [E, C].
 
+    Leaves of `batch_C` are [C, 1, ...]. Those of `directions_E` are [E, ...], with the parameters'
+    shapes after E.
+    """
 
-def _products_by_vmap(loss_fn, params, batch_C, directions_E):
     def product(leaf_E, leaf_C):
         rows_E = leaf_E.reshape(len(leaf_E), -1)
         rows_C = leaf_C.reshape(len(leaf_C), -1)
@@ -423,11 +483,16 @@ def _products_by_vmap(loss_fn, params, batch_C, directions_E):
     return jnp.sum(jnp.stack(product_EC_of_leaves), axis=0)
 
 
-def _products_by_jvp(loss_fn, params, batch_C, directions_E):
+def _products_by_jvp(
+    loss_fn: LossFn, params: PyTree, batch_C: PyTree, directions_E: PyTree
+) -> Array:
+    """Return what `_products_by_vmap` does, as slopes of the examples' losses (forward mode)."""
+
     def losses_C(params):
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch_C)
 
     def slopes_C(direction):
+        """Return the derivative of each example's loss along one direction."""
         tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
         _, slopes = jax.jvp(losses_C, (params,), (tangents,))
         return slopes

@@ -84,15 +84,24 @@ def by_trainers(
     usable_R: Array,
     aggregate: Aggregator,
 ) -> tuple[PyTree, Array]:
-    """Aggregate the differences of each trainer's workers: leaves [R, ...] -> [M, ...].
+    """Aggregate the differences of each trainer's workers to its pseudo-gradient.
 
-    `shares` says which workers count. Also returns whether a trainer has a usable worker, bool [M].
+    Args:
+      difference_R: Leaves float32 [R, ...]: trainers' parameters minus their workers'.
+      sizes: Number of each trainer's workers [M]; they sum to R.
+      weights_R: Relative weights of the workers, float32 [R]; None weighs them equally.
+      usable_R: Whether a worker's difference is finite, bool [R]; the others are left out.
+      aggregate: Called for each trainer, with the shares that `core.types.shares` computes.
+
+    Returns:
+      The pseudo-gradients, leaves [M, ...], and whether a trainer has a usable worker, bool [M].
     """
     if weights_R is None:
         weights_R = jnp.ones(sum(sizes), jnp.float32)
 
-    def one_trainer(entries_W):
-        usable_W, weights_W, difference_W = entries_W
+    def one_trainer(trainer_entries):
+        """Aggregate one trainer's workers; return its pseudo-gradient, and whether one counts."""
+        usable_W, weights_W, difference_W = trainer_entries
         share_W, chosen_W = shares(weights_W, usable_W)
         # Set excluded differences to zero: multiplying by a share of zero would keep a NaN.
         zeros_W = jax.tree.map(jnp.zeros_like, difference_W)
@@ -104,12 +113,13 @@ def by_trainers(
 
 OUTER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "nesterov": lambda *, momentum: optax.sgd(1.0, momentum=momentum, nesterov=True),
-    "sgd": lambda **_: optax.sgd(1.0),
-    "adamw": lambda **_: optax.adamw(1.0, weight_decay=0.0),
+    "sgd": lambda *, momentum: optax.sgd(1.0),
+    "adamw": lambda *, momentum: optax.adamw(1.0, weight_decay=0.0),
 }
 """Factories of outer optimizers by name, for the option `outer.tx`.
 
-`factory(*, momentum)` returns an optax transformation with learning rate 1.
+`factory(*, momentum)` returns an optax transformation with learning rate 1; `momentum` is that of
+the option `outer.momentum`, which `sgd` and `adamw` ignore.
 """
 
 
@@ -179,6 +189,8 @@ def outer_step(
     num_updates = checked_batch_length(batch, ensemble.num_workers, num_accum_steps, name="batch")
     shape_SR = (num_updates, ensemble.num_workers)
     learning_rate_TR = checked_factors("learning_rate_SR", learning_rate_SR, shape_SR)
+
+    # Divide each update's batch into micro-batches, the last of which completes the update.
     update_T = None
     if num_accum_steps > 1:
         batch = jax.tree.map(lambda leaf: _split_micro_batches(leaf, num_accum_steps), batch)
@@ -190,7 +202,7 @@ def outer_step(
         key_TRB = _example_keys(key, ensemble.sizes, batch)
 
     workers = start_round(ensemble, accumulate=num_accum_steps > 1)
-    workers, *measured_TR = inner_steps(
+    results = inner_steps(
         workers,
         batch,
         loss_fn,
@@ -200,6 +212,11 @@ def outer_step(
         key_TRB=key_TRB,
         has_aux=has_aux,
     )
+    aux_TR = None
+    if has_aux:
+        workers, loss_TR, skipped_TR, aux_TR = results
+    else:
+        workers, loss_TR, skipped_TR = results
     ensemble, pseudo_grad_norm_M = outer_update(
         ensemble,
         workers,
@@ -210,26 +227,32 @@ def outer_step(
         skip_single=skip_single,
     )
 
-    measured_SAR = jax.tree.map(
-        lambda leaf: leaf.reshape(num_updates, num_accum_steps, *leaf.shape[1:]), measured_TR
-    )
-    aux_SR = None
-    if has_aux:
-        loss_SAR, skipped_SAR, aux_SAR = measured_SAR
-        aux_SR = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), aux_SAR)
-    else:
-        loss_SAR, skipped_SAR = measured_SAR
+    def by_updates(leaf_TR):
+        """Divide the micro-batches by their updates: [T, R, ...] -> [S, A, R, ...]."""
+        return leaf_TR.reshape(num_updates, num_accum_steps, *leaf_TR.shape[1:])
+
     metrics = RoundMetrics(
-        loss_SR=jnp.mean(loss_SAR, axis=1),
-        skipped_SR=jnp.any(skipped_SAR, axis=1),
+        loss_SR=jnp.mean(by_updates(loss_TR), axis=1),
+        skipped_SR=jnp.any(by_updates(skipped_TR), axis=1),
         pseudo_grad_norm_M=pseudo_grad_norm_M,
-        aux=aux_SR,
+        aux=jax.tree.map(lambda leaf_TR: jnp.mean(by_updates(leaf_TR), axis=1), aux_TR),
     )
     return ensemble, metrics
 
 
-def _workers_shardings(whole: NamedSharding, result: Workers, ensemble: Ensemble, **_) -> Workers:
-    """Shard workers' parameters over the mesh axes of the first axis of their inner states."""
+def _workers_shardings(
+    whole: NamedSharding,
+    result: Workers,
+    ensemble: Ensemble,
+    *,
+    accumulate: bool = False,
+    reset_tx: optax.GradientTransformation | None = None,
+) -> Workers:
+    """Return the shardings of the result of `start_round`, whose arguments follow `result`.
+
+    `ensemble` has shardings in place of arrays, `whole` is the replicated sharding. Workers'
+    parameters are sharded over the mesh axes of the first axis of their inner states.
+    """
     state_shardings = jax.tree.leaves(ensemble.inner_state_R)
     workers_axes = state_shardings[0].spec[:1] if state_shardings else ()
     by_workers: Any = NamedSharding(whole.mesh, P(*workers_axes))
@@ -260,6 +283,9 @@ def start_round(
         gradients, float32, of the size of the parameters.
       reset_tx: The inner transformation, to start with fresh inner states (as in the reference code
         of AdLoCo). None keeps them (as in DiLoCo).
+
+    Returns:
+      The workers; `inner_steps` trains them, and `outer_update` ends their round.
 
     Source: AdLoCo algorithm 1, line 6.
     """
@@ -303,13 +329,20 @@ def outer_update(
     pseudo-gradient keeps its parameters and outer state bit for bit. Afterwards all workers have
     their trainer's parameters, even if they had their own before.
 
-    Arguments that `outer_step` has too are described there. The others:
-
-    - `reduce_scatter`: applied to the packed differences and to whether each worker is usable,
-      leaves [R, ...], before the aggregation. If workers are spread over devices, pass a constraint
-      that shards the parameters and gathers the workers.
-    - `all_gather`: applied to the packed updates [M, ...], for which see `add_packed`; not called
-      with float32, where the sharding of the new parameters decides.
+    Args:
+      ensemble: Trainers with the parameters and outer states of the round's start.
+      workers: The workers after their inner steps.
+      outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
+      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
+      aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
+      precision: Format in which workers send differences and receive the outer update.
+      skip_single: Whether a trainer with one worker takes the worker's parameters without
+        `outer_tx`, whose state then does not change.
+      reduce_scatter: Applied to the packed differences and to whether each worker is usable, leaves
+        [R, ...], before the aggregation. If workers are spread over devices, pass a constraint that
+        shards the parameters and gathers the workers.
+      all_gather: Applied to the packed updates [M, ...], for which see `add_packed`; not called
+        with float32, where the sharding of the new parameters decides.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
@@ -350,7 +383,8 @@ def running_average(
     def mix(old_M, new_M):
         dtype = at_least_float32(new_M.dtype)
         share = share_M.reshape((-1,) + (1,) * (new_M.ndim - 1)).astype(dtype)
-        return (share * old_M.astype(dtype) + (1 - share) * new_M.astype(dtype)).astype(new_M.dtype)
+        mixed_M = share * old_M.astype(dtype) + (1 - share) * new_M.astype(dtype)
+        return mixed_M.astype(new_M.dtype)
 
     mixed_M = jax.tree.map(mix, trainable(average_M), trainable(params_M))
     return with_trainable(params_M, mixed_M)
@@ -376,9 +410,12 @@ def pack_differences(
 ) -> Differences:
     """Compute the differences that workers send to trainers, the first half of `outer_update`.
 
-    Of `ensemble` only `sizes` and `params_M` are read. `single_R` says whether a worker is its
-    trainer's only one (None: by the sizes); a process that holds only some of the workers must
-    pass it.
+    Args:
+      ensemble: The trainers at the start of the round; only `sizes` and `params_M` are read.
+      workers: The workers after their inner steps; only `params_R` is read.
+      precision: Format in which the differences are sent.
+      single_R: Whether a worker is its trainer's only one [R]. None: by the sizes. A process that
+        holds only some of the workers must pass it.
 
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
     """
@@ -419,11 +456,25 @@ def apply_differences(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Aggregate differences and update the trainers, the second half of `outer_update`.
 
-    `differences` may be the concatenated results of several calls of `pack_differences`. For a
-    worker whose difference is missing, pass any finite difference and False in `usable_R`.
-    `factor_R` multiplies the workers' differences, such as those that are clipped; None means 1.
-    The other arguments, results and errors are those of `outer_update`; inner states are not read
-    and do not change.
+    Inner states are not read and do not change.
+
+    Args:
+      ensemble: Trainers with the parameters and outer states of the round's start.
+      differences: The result of `pack_differences`, or the concatenated results of several calls.
+        For a worker whose difference is missing, pass any finite one and False in `usable_R`.
+      outer_tx: Transformation of a trainer's pseudo-gradient.
+      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
+      factor_R: Multiplies each worker's difference, for instance to clip it; None means 1.
+      aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
+      precision: Format in which the differences were packed and in which updates are sent.
+      skip_single: Whether a trainer with one worker takes the worker's parameters without
+        `outer_tx`, whose state then does not change.
+      reduce_scatter: Applied to the packed differences and to `usable_R` before the aggregation.
+      all_gather: Applied to the packed updates [M, ...]; not called with float32.
+
+    Returns:
+      The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
+      NaN if a trainer has no finite pseudo-gradient and so does not change.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
@@ -491,9 +542,10 @@ def apply_differences(
 
 
 def add_packed(params_M: PyTree, packed_M: PyTree, precision: Precision) -> PyTree:
-    """Add the updates that `all_gather` of `outer_update` got to trainers' parameters.
+    """Add packed updates, those handed to `all_gather` in `outer_update`, to trainers' parameters.
 
-    The result has the same bits as in `outer_update`, on every device.
+    Leaves of `params_M` and of the result are [M, ...]. The result has the same bits as the new
+    parameters in `outer_update`, on every device.
     """
     start_M = trainable(params_M)
     like_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), start_M)
@@ -521,7 +573,10 @@ def _quantised_if_sent(
     precision: Precision,
     all_gather: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    """Pack and unpack the updates of trainers; those with a single worker send nothing."""
+    """Return the updates [M, ...] as they arrive: packed, gathered and unpacked.
+
+    Those of a trainer with one worker (`single_M`) are not sent, so they stay exact.
+    """
     arrived_M = unpack(all_gather(pack(updates_M, precision)), updates_M, precision)
     if not single_M.any():
         return arrived_M
@@ -533,7 +588,11 @@ def _quantised_if_sent(
 
 
 def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Make a random key for each example of a batch: [T, R, B]."""
+    """Derive from `key` a random key for each example of a batch with leaves [T, R, B, ...].
+
+    The result is [T, R, B]. Folded in are the trainer's position, the worker's position, and the
+    number of the worker's examples before in this round.
+    """
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     trainer_R = of_workers(sizes)
     worker_R = np.arange(num_R)
