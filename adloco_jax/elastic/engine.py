@@ -19,9 +19,9 @@ from adloco_jax.core.outer import apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
-from adloco_jax.elastic.learner import Inputs, LearnerSetup
+from adloco_jax.elastic.learner import Inputs, LearnerSetup, Response
 from adloco_jax.elastic.messages import USES, Refused, Request, WorkerRequest
-from adloco_jax.elastic.pool import Event, LearnerPool
+from adloco_jax.elastic.pool import LearnerPool, Loss, RoundAnswer, StatesAnswer
 from adloco_jax.elastic.round_record import RoundRecord, check_responses
 from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
@@ -220,9 +220,10 @@ class ElasticEngine:
         to_come = sum(len(each.awaited) for each in self.rounds.values())
         left_s = 0.0  # until the last one comes
         works: list[str] = []  # what learners do of which no end is known
-        for call in self.pool.asked("run_round"):
+        for call in self.pool.pending("run_round"):
+            assert call.request is not None
             learner = self.pool.learners[call.learner]
-            end_s = learner.sent_s + learner.predicted_s(call.about.num_sequences)
+            end_s = learner.sent_s + learner.predicted_s(call.request.num_sequences)
             left_s = max(left_s, end_s - now_s)
             if learner.compiling_s is not None:
                 works.append(
@@ -355,7 +356,7 @@ class ElasticEngine:
 
     def _free_hosts(self) -> dict[int, decisions.LearnerRecord]:
         """Return, by worker id, the learners that stay and run no round now."""
-        occupied = {call.learner for call in self.pool.asked("run_round")}
+        occupied = {call.learner for call in self.pool.pending("run_round")}
         hosts = {}
         for learner in self.pool.learners.values():
             if learner.joined and not learner.leaving and learner.number not in occupied:
@@ -422,14 +423,9 @@ class ElasticEngine:
             state = self._states.to_send(work.worker_id, learner)
             if state is not None:
                 states[work.worker_id] = state
-        request, reference = self._params.to_send(request, learner, params)
-        self.pool.ask(
-            learner.number,
-            "run_round",
-            request,
-            request=request,
-            inputs=Inputs(rate_T, states),
-            params=reference,
+        completed = self._params.complete(request, learner, params)
+        self.pool.ask_for_round(
+            learner.number, completed.request, Inputs(rate_T, states), completed.params
         )
         heartbeat_s = self.settings.engine.heartbeat_s
         learner.sent(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
@@ -487,18 +483,27 @@ class ElasticEngine:
     def _poll(self) -> None:
         """Process the responses of learners that have come, and the losses of learners."""
         for event in self.pool.poll():
-            if event.what == "states":
-                self._states.take(event)
-            elif event.what == "run_round":
-                self._take(event)
-            elif event.what == "lost":
-                if not self.pool.num_present:
-                    self._tell_s = 0.0  # at once
-                self._do_without(event.learner, event.value)
+            match event:
+                case StatesAnswer():
+                    self._states.take(event.keys, event.states)
+                case RoundAnswer():
+                    self._take(event.learner, event.request, event.responses)
+                case Loss():
+                    if not self.pool.num_present:
+                        self._tell_s = 0.0  # at once
+                    self._do_without(event.learner, event.cause)
 
-    def _take(self, event: Event) -> None:
-        """Add a learner's responses to its trainer's round; measure the learner's speed anew."""
-        learner, request, responses = event.learner, event.about, event.value
+    def _take(
+        self,
+        learner: decisions.LearnerRecord,
+        request: Request,
+        responses: Sequence[Response] | Refused,
+    ) -> None:
+        """Add a learner's responses to its trainer's round; measure the learner's speed anew.
+
+        `responses` has one for each entry of `request.work`. If the learner has refused the
+        request, or they are not what was asked for, its trainer's round goes on without it.
+        """
         learner.due_s = None
         try:
             if isinstance(responses, Refused):
@@ -551,7 +556,7 @@ class ElasticEngine:
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
         """Assign workers to learners; fetch the inner states that new learners must get."""
         trainers = control.trainer_of
-        busy = {call.learner for call in self.pool.asked("run_round")}
+        busy = {call.learner for call in self.pool.pending("run_round")}
         self._let_leave(control, busy)
 
         movable: set[int] = set()  # workers between two rounds

@@ -1,19 +1,24 @@
-"""Start, call and restart a run's learners, and record their events for the ledger."""
+"""Start, call and restart a run's learners, and record their events for the ledger.
+
+A learner has a number, which stays with its workers, and a process, which may be lost and
+started again. `LearnerRecord` is what the driver knows of the process. Times are seconds of
+`time.monotonic`.
+"""
 
 import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxtyping import PyTree
 
 from adloco_jax.elastic.decisions import LearnerRecord, pause_s
-from adloco_jax.elastic.learner import LearnerSetup
-from adloco_jax.elastic.messages import Hello, Sign, said
-from adloco_jax.elastic.transport import TRANSPORTS, Transport
+from adloco_jax.elastic.learner import Inputs, LearnerSetup, Response
+from adloco_jax.elastic.messages import Hello, Refused, Request, Sign, StateKey, said
+from adloco_jax.elastic.transport import TRANSPORTS, Call, Handle, Reference, Transport
 from adloco_jax.errors import ConfigError, Preempted, ResourceError, counted
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
@@ -30,30 +35,55 @@ class PendingCall(NamedTuple):
     """A call of a method of a learner that has not been answered yet."""
 
     learner: int  # number of the learner
-    what: str  # the method: "ping", "states" or "run_round"
-    about: Any  # for "run_round" the request; for "states" the argument `wanted` of the method
+    method: str  # "ping", "states" or "run_round"
+    request: Request | None = None  # the argument of "run_round"
+    keys: Sequence[StateKey] = ()  # the argument `wanted` of "states"
 
 
-class Event(NamedTuple):
-    """Something that the driver must process: a response of a learner, or the loss of a learner."""
+class RoundAnswer(NamedTuple):
+    """A learner has answered a request to run a round."""
 
-    what: str  # "lost", or the method that was answered: "run_round" or "states"
-    learner: LearnerRecord  # of the process that has answered or ended
-    about: Any  # the field `about` of the answered call; None for a loss
-    value: Any  # the response, or the cause of the loss
+    learner: LearnerRecord  # of the process that has answered
+    request: Request  # the request that was answered
+    responses: list[Response] | Refused  # one for each entry of `request.work`, if not refused
+
+
+class StatesAnswer(NamedTuple):
+    """A learner has answered a request for inner states."""
+
+    keys: Sequence[StateKey]  # the states that were asked for
+    states: list[PyTree] | Refused  # one for each key, if not refused
+
+
+class Loss(NamedTuple):
+    """A learner's process has ended, has left, or counts as lost."""
+
+    learner: LearnerRecord  # of the process that has ended
+    cause: str  # in words
+
+
+Event: TypeAlias = RoundAnswer | StatesAnswer | Loss
+"""Something that the engine must process."""
 
 
 class LearnerPool:
     """Starts the learners of a run, calls their methods, and restarts learners that are lost."""
 
     def __init__(self, setup: LearnerSetup, write: Callable[..., object]):
-        self._setup, self._settings, self._write = setup, setup.settings, write
+        """Store the arguments; `start_all` starts the learners.
+
+        `setup` is that from which each learner is made. `write(event, **fields)` adds a line to the
+        ledger.
+        """
+        self._setup = setup
+        self._settings = setup.settings
+        self._write = write
         self.transport: Transport  # once the learners are started
-        self.learners: dict[int, LearnerRecord] = {}
+        self.learners: dict[int, LearnerRecord] = {}  # by number
         self.control: Control  # the host's data after the newest round, for the ledger's lines
-        self._handles: dict[int, Any] = {}
-        self._calls: dict[Any, PendingCall] = {}
-        self._connection = contextlib.ExitStack()
+        self._handles: dict[int, Handle] = {}  # of processes, by number; none between two processes
+        self._calls: dict[Call, PendingCall] = {}
+        self._connection = contextlib.ExitStack()  # closes the transport
         self._looked_s = time.monotonic()  # when the driver last looked for responses
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         # Seconds of lost learners since they last said what they did, until the engine resets it.
@@ -70,49 +100,75 @@ class LearnerPool:
         """
         rule = self._settings.engine
         count = rule.max_learners or num_workers
-        log = Path(self._setup.log) / str(int(time.time() * 1000))
-        nowhere = dataclasses.replace(self._setup.spec.machine, devices=())
-        setup = self._setup._replace(
-            spec=dataclasses.replace(self._setup.spec, machine=nowhere), log=str(log)
-        )
+        log = Path(self._setup.log) / str(int(time.time() * 1000))  # a folder for each start
+
+        # The driver's devices cannot be sent to another process; a learner finds its own.
+        machine = dataclasses.replace(self._setup.spec.machine, devices=())
+        spec = dataclasses.replace(self._setup.spec, machine=machine)
+        setup = self._setup._replace(spec=spec, log=str(log))
+
+        def run_is_over() -> bool:
+            return is_over(self.control, self._settings)
+
         connect = TRANSPORTS[rule.kind].connect
-        self.transport = self._connection.enter_context(
-            connect(rule.address, count, setup, lambda: is_over(self.control, self._settings))
-        )
+        connection = connect(rule.address, count, setup, run_is_over)
+        self.transport = self._connection.enter_context(connection)
         log.mkdir(parents=True)
         for number in range(count):
-            self.learners[number] = LearnerRecord(number, 0, time.monotonic())
+            self.learners[number] = LearnerRecord(
+                number=number, incarnation=0, started_s=time.monotonic()
+            )
             self._launch(self.learners[number])
         self._wait()
         self._has_started = True
 
     def _wait(self) -> None:
-        """Wait until all learners have joined, or at least enough when the time is over."""
-        rule, count, told = self._settings.engine, len(self.learners), -1
+        """Wait until enough learners have joined, as `start_all` says; raise if too few do.
+
+        Raises Preempted if a signal comes before.
+        """
+        rule = self._settings.engine
+        count = len(self.learners)
         launches = self.transport.launches
-        is_one_enough = launches or (rule.starts_learner and not self._setup.by_fit)
-        least = min(rule.quorum or (1 if is_one_enough else count), count)
-        wanted, seconds = (count, rule.restart_s) if launches else (least, math.inf)
+
+        # A run can begin with one learner if the driver starts it.
+        if rule.quorum:
+            least = min(rule.quorum, count)
+        elif launches or (rule.starts_learner and not self._setup.by_fit):
+            least = 1
+        else:
+            least = count
+        if launches:
+            wanted = count
+            seconds = rule.restart_s
+        else:  # they join by themselves, at any time
+            wanted = least
+            seconds = math.inf
+
         until_s = time.monotonic() + seconds
-        while (there := self.num_present) < wanted and time.monotonic() < until_s:
-            if not launches and there != told:
-                say(f"learners: {there} of {wanted} have joined")
-                told = there
+        told = -1  # number of learners in the last line that was printed
+        while self.num_present < wanted and time.monotonic() < until_s:
+            if not launches and self.num_present != told:
+                told = self.num_present
+                say(f"learners: {told} of {wanted} have joined")
             if launches and all(each.cause for each in self.learners.values()):
-                break
+                break  # each has failed once, so the next ones would fail too
             if processes.is_asked_to_stop():
                 raise Preempted("stopped by a signal before enough learners had joined")
             self.poll()
-        if there < least:
-            lost = [f"; learner {n}: {e.cause}" for n, e in self.learners.items() if e.cause]
-            few = (
-                f"{there} of {count} learners have started within {seconds:g} s{''.join(lost[:1])}"
-            )
-            if rule.quorum is None:
-                raise ResourceError(f"{few}; start nodes, or raise engine.restart_s")
-            raise ResourceError(
-                f"engine.quorum = {rule.quorum}: {few}; start more nodes, or lower engine.quorum"
-            )
+        if self.num_present >= least:
+            return
+
+        few = f"{self.num_present} of {count} learners have started within {seconds:g} s"
+        for number, learner in self.learners.items():
+            if learner.cause:  # one of them is enough to know
+                few += f"; learner {number}: {learner.cause}"
+                break
+        if rule.quorum is None:
+            raise ResourceError(f"{few}; start nodes, or raise engine.restart_s")
+        raise ResourceError(
+            f"engine.quorum = {rule.quorum}: {few}; start more nodes, or lower engine.quorum"
+        )
 
     def poll(self) -> list[Event]:
         """Return the responses and losses of learners since the last call; restart lost ones.
@@ -120,37 +176,47 @@ class LearnerPool:
         It waits a fraction of a second at most. `LearnerRecord.fault` says which are lost. Raises
         ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
         """
-        rule, events, before_s = self._settings.engine, [], self._looked_s
+        before_s = self._looked_s
         replies = self.transport.poll([*self._calls], _POLL_S)
         self._looked_s = time.monotonic()
         away_s = self._looked_s - before_s - _POLL_S  # in which the driver did not look
         if away_s > _POLL_S:
             self._put_off_deadlines(away_s)
+
+        events: list[Event] = []
         for call, reply in replies.items():
-            asked = self._calls.pop(call, None)
-            if asked is None:
+            pending = self._calls.pop(call, None)
+            if pending is None:
                 continue  # a call to a process that has ended
-            learner = self.learners[asked.learner]
+            learner = self.learners[pending.learner]
             self.wire_bytes += reply.num_bytes
             if reply.error:
                 events.append(self._lose(learner, reply.error, has_run=True))
-            elif asked.what == "ping":
-                events += self._hear(learner, reply.value)
+            elif pending.method == "ping":
+                events += self._process_ping(learner, reply.value)
+            elif pending.request is not None:
+                events.append(RoundAnswer(learner, pending.request, reply.value))
             else:
-                events.append(Event(asked.what, learner, asked.about, reply.value))
+                events.append(StatesAnswer(pending.keys, reply.value))
+        return events + self._look_after()
+
+    def _look_after(self) -> list[Event]:
+        """Start processes that are due, ask for signs of life, and return the losses."""
+        rule = self._settings.engine
+        restart_s = rule.restart_s if self.transport.launches else math.inf
+        losses: list[Event] = []
         now_s = time.monotonic()
         for number, learner in [*self.learners.items()]:
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
-            restart_s = rule.restart_s if self.transport.launches else math.inf
             cause = learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s)
             if cause:
-                events.append(self._lose(learner, cause))
+                losses.append(self._lose(learner, cause))
             elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
-                self.ask(number, "ping")
+                self._ping(number)
                 learner.asked_s = now_s
                 learner.next_s = now_s + rule.heartbeat_s / _PINGS
-        return events
+        return losses
 
     def _put_off_deadlines(self, away_s: float) -> None:
         """Move the deadlines of all learners: the driver was late, not they."""
@@ -180,28 +246,54 @@ class LearnerPool:
         """Start a learner's process, or offer its place to who joins; ask for its first sign."""
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
-        self.ask(learner.number, "ping")
+        self._ping(learner.number)
 
-    def put(self, params: PyTree, kind: Any) -> Any:
-        """Store a trainer's parameters for learners; return a reference to pass in calls."""
+    def put(self, params: PyTree, kind: Hashable) -> Reference:
+        """Store a trainer's parameters for learners; return a reference to pass in calls.
+
+        `kind` says what they are (`Transport.put`): newer ones of the same kind replace them.
+        """
         reference, sent_bytes = self.transport.put(params, kind)
         self.wire_bytes += sent_bytes
         return reference
 
-    def asked(self, what: str) -> list[PendingCall]:
-        """Return the calls of `what` that have not been answered yet."""
-        return [call for call in self._calls.values() if call.what == what]
+    def pending(self, method: str) -> list[PendingCall]:
+        """Return the calls of a method, such as "run_round", that have not been answered yet."""
+        return [call for call in self._calls.values() if call.method == method]
 
-    def ask(self, number: int, what: str, about: Any = None, **arguments: Any) -> None:
-        """Call a method of a learner; `poll` returns the response, with `about`, later."""
-        call, sent_bytes = self.transport.submit(self._handles[number], what, **arguments)
+    def ask_for_round(
+        self, number: int, request: Request, inputs: Inputs, params: Reference | None
+    ) -> None:
+        """Ask a learner to run a round; `poll` returns a `RoundAnswer` later.
+
+        `params` is a reference that `put` returned; None if the learner has the parameters.
+        """
+        call, sent_bytes = self.transport.submit(
+            self._handles[number], "run_round", request=request, inputs=inputs, params=params
+        )
         self.wire_bytes += sent_bytes
-        self._calls[call] = PendingCall(number, what, about)
+        self._calls[call] = PendingCall(number, "run_round", request=request)
+
+    def ask_for_states(self, number: int, keys: list[StateKey]) -> None:
+        """Ask a learner for inner states that it has; `poll` returns a `StatesAnswer` later."""
+        call, sent_bytes = self.transport.submit(self._handles[number], "states", wanted=keys)
+        self.wire_bytes += sent_bytes
+        self._calls[call] = PendingCall(number, "states", keys=keys)
+
+    def _ping(self, number: int) -> None:
+        """Ask a learner for a sign of life, which `poll` processes."""
+        call, sent_bytes = self.transport.submit(self._handles[number], "ping")
+        self.wire_bytes += sent_bytes
+        self._calls[call] = PendingCall(number, "ping")
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Record an event, such as "joined" or "lost", and its cause, in the ledger.
+        """Write a line about a learner to the ledger, and print it.
 
-        `trainer` None: that of a worker that the learner runs.
+        Args:
+          number: Number of the learner.
+          what: What has happened to it, such as "joined" or "lost".
+          why: The cause, in words.
+          trainer: Id of the trainer in question; None: that of a worker that the learner runs.
         """
         learner = self.learners[number]
         if trainer is None:
@@ -225,61 +317,78 @@ class LearnerPool:
             what += f" ({counted(learner.num_responses, 'response')})"
         say(f"{name} {what}: {why}")
 
-    def _greet(self, learner: LearnerRecord, found: Hello) -> list[Event]:
-        """Process the first response of a learner's process: record that the learner has joined."""
-        number = learner.number
-        differing = []
-        if found.fingerprint != self._setup.fingerprint:
-            differing.append("other data")
-        if found.base != self._setup.base.fingerprint:
-            differing.append("other base weights")
-        # A learner that joins by itself compares the package's, and may have others of the rest.
-        if self.transport.launches and found.versions != versions():
-            differing.append("other versions of packages")
-        if differing:
-            fault = f"has {' and '.join(differing)} than the driver"
-            if self.transport.launches and not self._has_started:
-                raise ConfigError(
-                    f"learner {number} ({said(found.devices)}): {fault}; install the same, and give"
-                    " it the same files"
-                )
-            if self.transport.launches:
-                learner.failures = math.inf  # the next one would differ too
-                fault += "; not started again"
-            return [self._lose(learner, fault, has_run=True)]
-        learner.joined = True
-        learner.lost_s = None
-        learner.cause = ""
-        about = found.devices
-        if not self.transport.launches:
-            learner.started_s = time.monotonic()  # until then no machine had joined
-            for name in _TOLD:
-                about += f", {name} {found.versions.get(name)}"
-        self.note(number, "joined", said(about))
-        return []
+    def _process_ping(self, learner: LearnerRecord, sign: Sign) -> list[Event]:
+        """Process a learner's response to a ping; return its loss if it has left, or must not join.
 
-    def _hear(self, learner: LearnerRecord, found: Sign) -> list[Event]:
-        """Process a learner's response to a ping; the first says what it has."""
+        The first response of a process says what it has (`Sign.hello`), and lets it join.
+        """
         if not learner.joined:
-            learner.owner = found.owner
-            return self._greet(learner, found.hello)
+            learner.owner = sign.owner
+            return self._admit(learner, sign.hello)
         learner.asked_s = None
-        learner.leaving |= found.leaving
-        if 2 * found.max_batch_size <= learner.max_batch_size:
-            learner.max_batch_size = found.max_batch_size
-            why = f"out of memory; it takes micro-batches of at most {found.max_batch_size}"
+        learner.leaving |= sign.leaving
+
+        # A learner halves its micro-batches when memory does not suffice.
+        if sign.max_batch_size <= learner.max_batch_size / 2:
+            learner.max_batch_size = sign.max_batch_size
+            why = f"out of memory; it takes micro-batches of at most {sign.max_batch_size}"
             self.note(learner.number, "limited", why)
+
         now_s = time.monotonic()
-        if not found.compiling:
+        if not sign.compiling:
             learner.compiling_s = None
         elif learner.compiling_s is None:
             learner.compiling_s = now_s
-        if found.compiling and learner.due_s is not None:
+        if sign.compiling and learner.due_s is not None:  # compilation is no slow work
             learner.due_s = max(learner.due_s, now_s + self._settings.engine.heartbeat_s)
-        if not found.has_left:
+
+        if not sign.has_left:
             return []
         self.let_go(learner)
-        return [Event("lost", learner, None, "it has left")]
+        return [Loss(learner, "it has left")]
+
+    def _admit(self, learner: LearnerRecord, hello: Hello) -> list[Event]:
+        """Record that a learner has joined if it has the driver's data and versions.
+
+        Otherwise its process is ended, and its loss returned. Raises ConfigError instead if the
+        driver has started the process, and the run has not begun.
+        """
+        differing = self._differing(hello)
+        if not differing:
+            learner.joined = True
+            learner.lost_s = None
+            learner.cause = ""
+            about = hello.devices
+            if not self.transport.launches:
+                learner.started_s = time.monotonic()  # until then no machine had joined
+                for name in _TOLD:
+                    about += f", {name} {hello.versions.get(name)}"
+            self.note(learner.number, "joined", said(about))
+            return []
+
+        fault = f"has {' and '.join(differing)} than the driver"
+        if self.transport.launches and not self._has_started:
+            raise ConfigError(
+                f"learner {learner.number} ({said(hello.devices)}): {fault}; install the same, and"
+                " give it the same files"
+            )
+        if self.transport.launches:
+            learner.failures = math.inf  # the next one would differ too
+            fault += "; not started again"
+        return [self._lose(learner, fault, has_run=True)]
+
+    def _differing(self, hello: Hello) -> list[str]:
+        """Say in words what a learner has otherwise than the driver; empty if nothing."""
+        differing = []
+        if hello.fingerprint != self._setup.fingerprint:
+            differing.append("other data")
+        if hello.base != self._setup.base.fingerprint:
+            differing.append("other base weights")
+        # A learner that joins by itself has compared this package's version itself, and may have
+        # other versions of the rest.
+        if self.transport.launches and hello.versions != versions():
+            differing.append("other versions of packages")
+        return differing
 
     def let_go(self, learner: LearnerRecord) -> None:
         """Record that a learner has left as it was asked to; others get its workers at once."""
@@ -287,8 +396,12 @@ class LearnerPool:
         learner.worker_ids = []
         self.start_again(learner.number)
 
-    def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Event:
-        """Record the loss of a learner for the ledger, end its process, and plan the next one."""
+    def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Loss:
+        """Record the loss of a learner for the ledger, end its process, and plan the next one.
+
+        `has_run` says that a process which has not joined did run: it has answered. One that has
+        not may have waited for a node, and is told in the ledger once.
+        """
         number = learner.number
         has_run = has_run or learner.joined
         if has_run or learner.cause != cause:
@@ -298,14 +411,16 @@ class LearnerPool:
         self.start_again(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):
             raise ResourceError(f"no learner is left; learner {number}: {cause}")
-        return Event("lost", learner, None, cause)
+        return Loss(learner, cause)
 
     def start_again(self, number: int, cause: str = "", *, has_run: bool = True) -> None:
         """End a learner's process, and plan the next, which keeps its workers.
 
-        If processes end before they have joined, the pauses grow.
+        The pause before it grows with the number of processes in a row that ran but did not join.
+        `cause` says why the learner was lost; it is empty if the learner was asked to end.
         """
-        before, now_s = self.learners[number], time.monotonic()
+        before = self.learners[number]
+        now_s = time.monotonic()
         failures = 0.0 if before.joined else before.failures
         if has_run:
             self._ended_up_s += now_s - before.started_s
@@ -330,5 +445,7 @@ class LearnerPool:
 
     def _kill(self, number: int) -> None:
         """End a learner's process, and forget the calls that it has not answered."""
-        self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
+        self._calls = {
+            call: pending for call, pending in self._calls.items() if pending.learner != number
+        }
         self.transport.kill(self._handles.pop(number))

@@ -1,13 +1,18 @@
 """What learners are sent: trainers' parameters, and the inner optimizer states of workers.
 
-A state is in the driver until a round that began with it counts, and then in the learner whose
-response counted; if that process ended, the driver makes a fresh one.
+A worker's inner state is in the driver until a round that began with it counts. After that it is in
+the learner process whose response counted. If that process has ended, the state is lost, and the
+driver makes a fresh one: that of a worker which has made no update.
+
+`update` is an outer update that is packed to be sent, as `core.compress.pack` returns it. A state
+is the tree that `spec.inner_tx.init` returns for one worker, in NumPy, without an axis of workers.
+`R` is the axis of all workers of an ensemble.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +22,31 @@ from jaxtyping import PyTree
 from adloco_jax.core.types import Ensemble
 from adloco_jax.elastic.decisions import LearnerRecord
 from adloco_jax.elastic.messages import Refused, Request, StateKey, tree_sha256
-from adloco_jax.elastic.pool import Event, LearnerPool
+from adloco_jax.elastic.pool import LearnerPool
+from adloco_jax.elastic.transport import Reference
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control
 
 
 @dataclass
-class _Present:
-    """A trainer's present parameters."""
+class _Version:
+    """One version of a trainer's parameters: those between two of its outer updates or merges."""
 
-    id: int = 1  # counts them
-    update: PyTree | None = None  # packed: what made them from those before, if only this did
-    sha256: str = ""  # `tree_sha256`; empty until they are sent
-    stored: dict[bool, Any] = field(default_factory=dict)  # references by `Request.is_update`
+    id: int = 1  # counts the trainer's versions
+    # The packed update that turns the version before into this one. None if nothing packed does, as
+    # after a merge or with float32 differences; then only whole parameters can be sent.
+    update: PyTree | None = None
+    sha256: str = ""  # `tree_sha256` of the whole parameters; empty until they are first sent
+    # What the transport has stored for learners: at True the update, at False whole parameters.
+    stored: dict[bool, Reference] = field(default_factory=dict)
+
+
+class CompletedRequest(NamedTuple):
+    """A request whose fields about parameters are set, and the parameters to send with it."""
+
+    request: Request
+    params: Reference | None  # None: the learner has the trainer's present parameters
 
 
 class SentParams:
@@ -40,63 +56,103 @@ class SentParams:
     """
 
     def __init__(self, pool: LearnerPool):
-        """Store the argument."""
-        self._pool, self._present = pool, defaultdict[int, _Present](_Present)
+        """Store the pool, through which parameters are sent; nothing is sent yet."""
+        self._pool = pool
+        self._newest = defaultdict[int, _Version](_Version)  # by trainer id
 
     def change(
         self, trainer: int, update: PyTree | None, learner: LearnerRecord | None = None
     ) -> None:
-        """Record that a trainer has other parameters: by a packed update, or those of a learner."""
-        self._present[trainer] = _Present(self._present[trainer].id + 1, update)
-        if learner is not None:
-            learner.params_ids[trainer] = self._present[trainer].id
+        """Record that a trainer's parameters have changed.
 
-    def to_send(
+        Args:
+          trainer: Id of the trainer.
+          update: The packed update that changed them. None if there is none to send: the next
+            request brings whole parameters.
+          learner: A learner that has the new parameters already, as the trainer took its worker's;
+            None if no learner has.
+        """
+        before = self._newest[trainer]
+        newest = _Version(id=before.id + 1, update=update)
+        self._newest[trainer] = newest
+        if learner is not None:
+            learner.params_ids[trainer] = newest.id
+
+    def complete(
         self, request: Request, learner: LearnerRecord, whole: Callable[[], PyTree]
-    ) -> tuple[Request, Any]:
-        """Complete a learner's request; return it, and a reference to what must be sent with it."""
-        present = self._present[request.trainer]
-        if not present.sha256:
-            present.sha256 = tree_sha256(whole())
-        had_id = learner.params_ids.get(request.trainer, 0)  # of what the learner has; 0: nothing
-        is_update = present.update is not None and had_id == present.id - 1
-        request = request._replace(params_sha256=present.sha256, is_update=is_update)
-        learner.params_ids[request.trainer] = present.id
-        if had_id == present.id:
-            return request, None
-        if is_update not in present.stored:
+    ) -> CompletedRequest:
+        """Complete a learner's request by the trainer's parameters that the learner lacks.
+
+        A learner that has the version before is sent the update, if there is one; another is sent
+        whole parameters. They are stored in the transport once, and serve every learner. The
+        learner is recorded as having them from now on, as the caller sends the request.
+
+        Args:
+          request: Its fields `params_sha256` and `is_update` are set in the result.
+          learner: Who runs the request; `params_ids` is read and changed.
+          whole: Returns the trainer's whole parameters, in NumPy and without an axis of trainers.
+        """
+        newest = self._newest[request.trainer]
+        if not newest.sha256:
+            newest.sha256 = tree_sha256(whole())
+
+        had_id = learner.params_ids.get(request.trainer, 0)  # 0: the learner has no version
+        learner.params_ids[request.trainer] = newest.id
+        is_update = newest.update is not None and had_id == newest.id - 1
+        request = request._replace(params_sha256=newest.sha256, is_update=is_update)
+        if had_id == newest.id:
+            return CompletedRequest(request, params=None)
+
+        if is_update not in newest.stored:
             if is_update:
-                reference = self._pool.put(present.update, (request.trainer, "update"))
+                reference = self._pool.put(newest.update, (request.trainer, "update"))
             else:
                 reference = self._pool.put(whole(), (request.trainer, "whole"))
-            present.stored[is_update] = reference
-        return request, present.stored[is_update]
+            newest.stored[is_update] = reference
+        return CompletedRequest(request, params=newest.stored[is_update])
 
     def forget(self, learner: LearnerRecord, trainer: int) -> None:
-        """Assume that a learner has no parameters, and that none of a trainer's are stored."""
+        """Assume that a learner has no parameters of any trainer, and none of `trainer` are stored.
+
+        So the next request to the learner brings whole parameters, which are stored again.
+        """
         learner.params_ids.clear()
-        self._present[trainer].stored.clear()
+        self._newest[trainer].stored.clear()
 
 
 class InnerStates:
-    """Knows where each worker's inner state is: in the driver, in a learner process, or lost."""
+    """Knows where each worker's inner state is: in the driver, in a learner process, or lost.
+
+    With `inner.state=reset` every round begins with a fresh state, which the learner makes itself;
+    then the methods do nothing.
+    """
 
     def __init__(self, spec: ProgramSpec, pool: LearnerPool, poll: Callable[[], None]):
-        """Store the arguments; `poll` processes responses while a method waits for learners."""
+        """Begin without any state.
+
+        `poll` processes what learners have sent meanwhile, and passes states to `take`. Methods
+        that wait for learners call it again and again.
+        """
         self._spec, self._pool, self._poll = spec, pool, poll
         self._here: dict[int, PyTree] = {}  # states in this process, by worker id
-        self._holders: dict[int, LearnerRecord] = {}  # of the last counted response, by worker id
-        self._found: dict[StateKey, PyTree] = {}  # states that learners have sent
+        # By worker id, the learner whose response for it counted last: it has the state after that.
+        self._holders: dict[int, LearnerRecord] = {}
+        self._received: dict[StateKey, PyTree] = {}  # answers to the last `_fetch`
 
-    def take(self, event: Event) -> None:
-        """Store the inner states that a learner has sent as its response to the call `states`."""
-        if not isinstance(event.value, Refused):  # else it is fresh
-            self._found |= dict(zip(event.about, event.value, strict=True))
+    def take(self, keys: Sequence[StateKey], states: Sequence[PyTree] | Refused) -> None:
+        """Store the inner states that a learner has sent, one for each of the keys.
+
+        A learner that lacks one of them has refused them all. They are not stored, and whoever
+        asked for them makes fresh ones.
+        """
+        if not isinstance(states, Refused):
+            self._received |= dict(zip(keys, states, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Copy the inner states out of an ensemble that has them, unless `inner.state=reset`.
+        """Copy the inner states out of an ensemble that has them, as after a resume or a merge.
 
-        What the learner that sent it still has stays there.
+        A state stays in its learner instead, and need not be sent again, if `_fetch` has just
+        received it from there, and the merge has not changed it.
         """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
@@ -106,16 +162,21 @@ class InnerStates:
         for position, key in enumerate(state.control.reads()):
             _, worker_id, _ = key
             own = jax.tree.map(lambda leaf, at=position: leaf[at], inner_R)
-            found = self._found.get(key) if self._holder(worker_id) else None
-            if found is None or not jax.tree.all(jax.tree.map(np.array_equal, own, found)):
+            in_learner = self._received.get(key) if self._holder(worker_id) else None
+            if in_learner is None or not _equal(own, in_learner):
                 self._here[worker_id] = own
-        self._found.clear()
+        self._received.clear()
 
     def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
-        """Bring inner states here, except those that the learner in `targets` (by worker id) has.
+        """Bring inner states to this process, and wait for those that learners send.
 
         Over slow links nothing is brought: a state is several times an update, and a fresh one
         serves.
+
+        Args:
+          control: Says where each worker reads next, which is part of the key of its state.
+          targets: By worker id, the learner that will run the worker next, whose own state is not
+            brought; None if that is not known yet. Other workers' states stay where they are.
         """
         if self._spec.reset_inner_state or not self._pool.transport.moves_states:
             return
@@ -125,11 +186,15 @@ class InnerStates:
             if worker_id in targets and self._holders.get(worker_id) is not targets[worker_id]:
                 keys.append(key)
         self._fetch(keys)
-        for (_, worker_id, _), state in self._found.items():
+        for (_, worker_id, _), state in self._received.items():
             self._here[worker_id] = state
 
     def to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
-        """Return the inner state that a learner needs for a worker's round; None if it has it."""
+        """Return the inner state to send with a worker's round; None if the learner has it.
+
+        A state that is neither here nor in this learner is made fresh. It is kept here until the
+        round counts, as the round may have to be sent again.
+        """
         if self._spec.reset_inner_state:
             return None
         if worker_id not in self._here and self._holders.get(worker_id) is not learner:
@@ -142,50 +207,61 @@ class InnerStates:
         self._holders[worker_id] = learner
 
     def forget(self, learner: LearnerRecord) -> None:
-        """Assume that a learner has no inner states."""
+        """Assume that a learner has no inner states, so that its next requests bring them."""
         self._holders = {s: e for s, e in self._holders.items() if e is not learner}
 
     def whole(self, state: State, *, fetches: bool) -> Ensemble:
-        """Return the ensemble with inner states: its own, else those of learners if `fetches`.
+        """Return the ensemble with an inner state for each worker, stacked along axis R.
 
-        One that is not found is fresh, which on a small model gave a lower loss than the mean of
-        the trainer's other workers (studies/LOG.md, 2026-11-25).
+        An ensemble that has inner states is returned as it is. Otherwise the states are those of
+        this process and, after waiting for them, of learners. One that is lost is fresh, which on a
+        small model gave a lower loss than the mean of the trainer's other workers
+        (studies/LOG.md, 2026-11-25).
+
+        Args:
+          state: Ensemble and control; the ensemble is not changed.
+          fetches: False: all states are fresh, and no learner is asked.
         """
         ensemble, control = state
         if ensemble.inner_state_R is not None:
             return ensemble
         keys = control.reads()
-        finds = fetches and not self._spec.reset_inner_state
-        if finds:
+        known: dict[int, PyTree] = {}  # by worker id
+        if fetches and not self._spec.reset_inner_state:
             self._fetch(keys)
-        states, fresh = [], None
-        for key in keys:
-            _, worker_id, _ = key
-            found = self._here.get(worker_id, self._found.get(key)) if finds else None
-            if found is None:
-                if fresh is None:
-                    fresh = self._fresh()
-                found = fresh
-            states.append(found)
+            known = {worker_id: state for (_, worker_id, _), state in self._received.items()}
+            known |= self._here
+        fresh = None
+        states = []
+        for _, worker_id, _ in keys:
+            if worker_id in known:
+                states.append(known[worker_id])
+                continue
+            if fresh is None:
+                fresh = self._fresh()
+            states.append(fresh)
         inner_R = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *states)
         return ensemble.replace(inner_state_R=inner_R)
 
     def _fetch(self, keys: Sequence[StateKey]) -> None:
-        """Request the inner states that only learners have, and wait for them."""
-        self._found.clear()
-        asked: dict[int, list[StateKey]] = {}
+        """Request the inner states that only learners have, and wait until each has answered.
+
+        `_received` has them afterwards, without those whose learner was lost or refused.
+        """
+        self._received.clear()
+        asked: dict[int, list[StateKey]] = {}  # by the number of the learner
         for key in keys:
             _, worker_id, _ = key
             holder = self._holder(worker_id)
             if holder is not None and worker_id not in self._here:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
-            self._pool.ask(number, "states", wanted, wanted=wanted)
-        while self._pool.asked("states"):
+            self._pool.ask_for_states(number, wanted)
+        while self._pool.pending("states"):
             self._poll()
 
     def _holder(self, worker_id: int) -> LearnerRecord | None:
-        """Return who has the state after a worker's last counted round, unless it has ended."""
+        """Return the learner that has a worker's state; None if it has ended, or none has it."""
         holder = self._holders.get(worker_id)
         if holder is None or self._pool.learners.get(holder.number) is not holder:
             return None
@@ -193,5 +269,11 @@ class InnerStates:
 
     def _fresh(self) -> PyTree:
         """Make the inner state of a worker that has made no update."""
+        # `spec.params` has only shapes and types, so the values are zeros.
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)
         return jax.device_get(self._spec.inner_tx.init(zeros))
+
+
+def _equal(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees of one structure have the same arrays."""
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))

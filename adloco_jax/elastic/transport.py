@@ -1,9 +1,13 @@
-"""How a driver reaches its learners: what a transport does, and the table of transports."""
+"""How a driver reaches its learners: what a transport does, and the table of transports.
+
+The driver is the process with the training loop. A learner is a process that runs rounds of workers
+(`learner.Learner`). A call is the driver's request to run one of a learner's methods.
+"""
 
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jaxtyping import PyTree
@@ -12,6 +16,13 @@ from adloco_jax.elastic import bucket, cluster, direct_driver
 from adloco_jax.elastic.learner import LearnerSetup, Reply
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
+
+Handle: TypeAlias = Any
+"""A learner's process as its transport knows it: on Ray an actor, in a bucket a `RequestId`."""
+Call: TypeAlias = Any
+"""A hashable name of a call, by which `Transport.poll` tells its reply."""
+Reference: TypeAlias = Any
+"""Stored parameters as a call names them: on Ray an object's reference, in a bucket a name."""
 
 
 class Transport(Protocol):
@@ -26,53 +37,63 @@ class Transport(Protocol):
 
     If not, such workers begin with fresh ones."""
 
-    def put(self, params: PyTree, kind: Any) -> tuple[Any, int]:
+    def put(self, params: PyTree, kind: Hashable) -> tuple[Reference, int]:
         """Store a trainer's parameters, or their update, for several calls.
 
         Returns a reference, the argument `params` of calls of `Learner.run_round`, and the bytes
-        that were sent. Objects of the same `kind` replace one another; the last two stay.
+        that were sent. `kind` says what is stored, for instance the update of trainer 0. Objects of
+        the same `kind` replace one another; the last two stay.
         """
         ...
 
-    def start(self, number: int, incarnation: int) -> Any:
+    def start(self, number: int, incarnation: int) -> Handle:
         """Ask for a learner; return the handle of its process for `submit` and `kill`.
 
         A `number` stays with its workers; `incarnation` counts its processes, from 0 on.
         """
         ...
 
-    def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Hashable, int]:
+    # `**arguments` are those of the method, which a transport forwards as they are.
+    def submit(self, handle: Handle, method: str, **arguments: Any) -> tuple[Call, int]:
         """Call "ping", "run_round" or "states" of a `Learner`; return the call, and bytes sent.
 
         Calls run one after another, "ping" and "states" beside them. The first is "ping".
         """
         ...
 
-    def poll(self, calls: Sequence[Any], timeout_s: float) -> Mapping[Any, Reply]:
+    def poll(self, calls: Sequence[Call], timeout_s: float) -> Mapping[Call, Reply]:
         """Return the replies to calls that have ended; wait until one has, or the time is over.
 
         Raises ResourceError if no learner can be reached any more.
         """
         ...
 
-    def kill(self, handle: Any) -> None:
+    def kill(self, handle: Handle) -> None:
         """End a learner's process, or drop it if it cannot be reached; its calls never end."""
         ...
+
+
+def always_possible(settings: Settings, folder: Path) -> None:
+    """Check nothing, for a transport that any run can use."""
 
 
 class TransportEntry(NamedTuple):
     """A transport by name: an entry of `TRANSPORTS`.
 
-    `connect(address, num_learners, given, is_over)` is a context manager that yields the transport:
-    `address` is `engine.address`, `given` what each learner is made of, and `is_over()` says, at
-    the end, whether the run is over or will be continued. `check(settings, folder)` raises
-    UserError before anything is compiled or written if a run in `folder` cannot use it.
+    Attributes:
+      connect: Called as `connect(address, num_learners, setup, is_over)`; returns a context manager
+        that yields the transport, and ends its connections. `address` is `engine.address`,
+        `num_learners` the most learners that the run has, and `setup` that from which each learner
+        is made. `is_over()` says at the end whether the run is over. If not, it will be continued,
+        and learners may wait for that.
+      check: Called as `check(settings, folder)` before anything is compiled or written. Raises
+        UserError if the run in `folder` cannot use the transport.
     """
 
     connect: Callable[
         [str, int, LearnerSetup, Callable[[], bool]], contextlib.AbstractContextManager[Transport]
     ]
-    check: Callable[[Settings, Path], None] = lambda settings, folder: None
+    check: Callable[[Settings, Path], None] = always_possible
 
 
 TRANSPORTS: dict[str, TransportEntry] = {
