@@ -99,13 +99,13 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
     idle = LearnerRecord(0, 0, 0.0, joined=True)
     assert idle.fault(1e9, **limits) == ""
-    idle.sent(100, 50.0, heartbeat_s=10.0)
+    idle.record_request(100, 50.0, heartbeat_s=10.0)
     assert idle.due_s == math.inf  # its speed is unknown
     idle.sequence_s.append(0.1)
     idle.due_s = None
-    idle.sent(100, 50.0, heartbeat_s=10.0)
+    idle.record_request(100, 50.0, heartbeat_s=10.0)
     assert idle.due_s == pytest.approx(50 + 5 * 10)
-    idle.sent(1, 50.0, heartbeat_s=10.0)
+    idle.record_request(1, 50.0, heartbeat_s=10.0)
     assert idle.due_s == 100.0 and idle.fault(100.0, **limits) == ""
     assert "speed" in idle.fault(100.1, **limits)
 
@@ -225,7 +225,7 @@ def test_deadlines_follow_the_median_of_what_was_measured():
         ([32.0, 31.0, 500.0, 29.0], 31),  # one of them compiled, too
     ]:
         learner.transfer_s.extend(measured)
-        learner.sent(100, 10.0, heartbeat_s=1.0)
+        learner.record_request(100, 10.0, heartbeat_s=1.0)
         assert learner.due_s == 10 + 5 * (50 + usual)
     learner.due_s = None
     learner.asked_s = 0.0

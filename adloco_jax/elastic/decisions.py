@@ -1,6 +1,8 @@
-"""Decisions about learners, as pure functions; times are seconds of one clock.
+"""Decisions about learners, as pure functions.
 
-A worker is known by its id, a learner by its number, which its next process keeps.
+A worker is known by its id, a trainer by its id, and a learner by its number, which its next
+process keeps. Arguments and fields that end in `_s` are seconds: durations, or times of one clock,
+such as `time.monotonic`.
 """
 
 import math
@@ -17,11 +19,13 @@ from adloco_jax.settings import INT32, EngineSettings
 # A learner at work counts as lost after this factor times the seconds that its speed predicts; one
 # that is stopped sooner, as it sends no heartbeat.
 SLOW = 5.0
+_LONGEST_PAUSE_S = 60.0  # before a learner that keeps failing is started again
 KEPT_NORMS = 64  # number of a trainer's last accepted norms, with which new ones are compared
 _FEW_NORMS = 8  # fewer say little about what is usual
 _MEASURED = 16  # number of the last durations that count
 _SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
 FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
+_FEWEST_PARTS = 8  # of a round, which a slower learner does in part
 _SHORTEST_S = 1e-300  # what a learner says may be zero
 _CLEARLY_SLOWER = 8 / 9  # of the fastest one's speed: an eighth more seconds for a sequence
 
@@ -43,7 +47,7 @@ class LearnerRecord:
     sequence_s: deque[float] = field(default_factory=partial(deque, maxlen=_SPEED_ROUNDS))
     # The last seconds from a request to its response, without the round itself.
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
-    spent_s: float = 0.0  # up to when it has said what it did with its time
+    spent_s: float = 0.0  # the time up to which it has said what it did
     sent_s: float = 0.0  # when its present request was submitted
     compiling_s: float | None = None  # since when it has said that it compiles; None: it does not
     num_responses: int = 0
@@ -52,7 +56,8 @@ class LearnerRecord:
     cause: str = ""  # why that one was lost; empty if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
     worker_ids: list[int] = field(default_factory=list)  # the workers that it runs
-    params_ids: dict[int, int] = field(default_factory=dict)  # that it has, by trainer's id
+    # By trainer's id, which version of its parameters the learner has (`states.SentParams`).
+    params_ids: dict[int, int] = field(default_factory=dict)
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say in words why the learner now counts as lost; empty if it does not.
@@ -75,26 +80,42 @@ class LearnerRecord:
         transfer_s = statistics.median(self.transfer_s or [0.0])
         return statistics.median(self.sequence_s) * sequences + transfer_s
 
-    def sent(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
+    def record_request(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
         """Record that a request for some sequences is sent, and until when they must be done.
 
-        It may take `SLOW` times the predicted seconds, and at least `SLOW` heartbeats.
+        They may take `SLOW` times the predicted seconds, and at least `SLOW` times `heartbeat_s`. A
+        later deadline that the learner has already stays.
         """
-        seconds, self.sent_s = SLOW * max(heartbeat_s, self.predicted_s(sequences)), now_s
-        self.due_s = max(now_s + seconds, self.due_s or 0.0)
+        self.sent_s = now_s
+        due_s = now_s + SLOW * max(heartbeat_s, self.predicted_s(sequences))
+        if self.due_s is None:
+            self.due_s = due_s
+        else:
+            self.due_s = max(due_s, self.due_s)
 
-    def believed(self, spent_s: Sequence[float], now_s: float) -> np.ndarray:
-        """Return what the learner says that it did since the last time; at most the time since."""
-        since_s, self.spent_s = now_s - max(self.spent_s, self.started_s), now_s
-        return np.array(spent_s) * min(1.0, since_s / max(sum(spent_s), 1e-9))
+    def credible_s(self, claimed_s: Sequence[float], now_s: float) -> np.ndarray:
+        """Return the seconds that a learner claims for each use of its time, cut to be credible.
+
+        They are scaled down if their sum is more than the time since this method was last called,
+        or since the process was started.
+        """
+        since_s = now_s - max(self.spent_s, self.started_s)
+        self.spent_s = now_s
+        total_s = max(sum(claimed_s), 1e-9)  # not zero
+        return np.array(claimed_s) * min(1.0, since_s / total_s)
 
 
 def pause_s(failures: float) -> float:
-    """Return the wait before a restart, after `failures` processes that have not joined.
+    """Return the wait before a restart, after `failures` processes in a row that did not join.
 
-    Infinity stands for a learner whose next processes would fail too.
+    It is nothing after none, one second after one, and doubles with each. Infinity stands for a
+    learner whose next processes would fail too, and is returned.
     """
-    return failures if failures in (0, math.inf) else min(2.0 ** (failures - 1), 60.0)
+    if failures == 0:
+        return 0.0
+    if math.isinf(failures):
+        return math.inf
+    return min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
 
 
 def assign(
@@ -104,7 +125,9 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Assign workers to learners; return the learner of each worker that has one.
+    """Assign workers to learners; return, by worker id, the number of the learner that runs it.
+
+    A worker that has to wait is not in the result.
 
     1. A worker whose learner is present (in `learners`) stays with it.
     2. The other `movable` ones are divided among the spare learners, which have no worker.
@@ -113,31 +136,47 @@ def assign(
     4. A learner that is still spare takes a movable one from the learner with the most workers, if
        these are at least two.
 
-    `trainers` has each worker's trainer id. `movable` are workers between two rounds,
-    `returning` those whose lost learner may soon be back.
+    Args:
+      learners: The learners that are present; `worker_ids` are the workers that each runs now.
+      trainers: The trainer id of each worker of the run, by worker id.
+      movable: Ids of workers between two rounds.
+      returning: Ids of workers whose lost learner may soon be back.
     """
-    hosts = {s: each.number for each in learners for s in each.worker_ids if s in trainers}
+    numbers = [learner.number for learner in learners]
+    hosts: dict[int, int] = {}  # the result
+    for learner in learners:
+        for worker_id in learner.worker_ids:
+            if worker_id in trainers:  # else its trainer has been merged into another
+                hosts[worker_id] = learner.number
 
-    def load(number: int) -> list[int]:
+    def workers_of(number: int) -> list[int]:
         return [worker_id for worker_id, host in hosts.items() if host == number]
 
-    homeless = sorted((s for s in movable if s not in hosts), key=lambda s: (trainers[s], s))
-    spares = [each.number for each in learners if not load(each.number)]
-    if spares and homeless:  # divide equally; workers of a trainer stay together
-        size = -(-len(homeless) // len(spares))
-        hosts |= {worker_id: spares[index // size] for index, worker_id in enumerate(homeless)}
-    else:
-        for worker_id in (s for s in homeless if learners and s not in returning):
+    # Sorted by trainer, so that a trainer's workers stay together.
+    homeless = [worker_id for worker_id in movable if worker_id not in hosts]
+    homeless.sort(key=lambda worker_id: (trainers[worker_id], worker_id))
+    spares = [number for number in numbers if not workers_of(number)]
+    if spares and homeless:
+        size = math.ceil(len(homeless) / len(spares))  # workers of each spare learner
+        for index, worker_id in enumerate(homeless):
+            hosts[worker_id] = spares[index // size]
+    elif numbers:
+        for worker_id in homeless:
+            if worker_id in returning:
+                continue
 
-            def cost(number: int, worker_id: int = worker_id) -> tuple[int, bool, int]:
-                held = load(number)
-                return len(held), trainers[worker_id] not in {trainers[s] for s in held}, number
+            # Few workers first, then a learner with a worker of the same trainer.
+            def cost(number: int, trainer: int = trainers[worker_id]) -> tuple[int, bool, int]:
+                held = workers_of(number)
+                is_new = all(trainers[held_id] != trainer for held_id in held)
+                return len(held), is_new, number
 
-            hosts[worker_id] = min((each.number for each in learners), key=cost)
-    for spare in [each.number for each in learners if not load(each.number)]:
-        largest = max((each.number for each in learners), key=lambda n: (len(load(n)), -n))
-        given = [worker_id for worker_id in load(largest) if worker_id in movable]
-        if len(load(largest)) >= 2 and given:
+            hosts[worker_id] = min(numbers, key=cost)
+
+    for spare in [number for number in numbers if not workers_of(number)]:
+        largest = max(numbers, key=lambda number: (len(workers_of(number)), -number))
+        given = [worker_id for worker_id in workers_of(largest) if worker_id in movable]
+        if len(workers_of(largest)) >= 2 and given:
             hosts[given[-1]] = spare
     return hosts
 
@@ -158,12 +197,18 @@ def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
 
 
 def num_parts(steps: int, engine: EngineSettings) -> int:
-    """Return into how many equal parts a round's `steps` can be divided, between learners.
+    """Return the number of equal parts of a round, of which a slow learner does only some.
 
-    The fewest that are at least eight, or an update each; one with `engine.steps=equal`.
+    `steps` is `inner.steps_per_round`, the most updates that a worker makes in a round. The number
+    is the smallest divisor of it that is at least eight; with fewer steps, each is a part. With
+    `engine.steps=equal` all learners do the whole round, which is one part.
     """
-    counts = (n for n in range(min(8, steps), steps + 1) if steps % n == 0)
-    return next(counts) if engine.steps == "by_speed" else 1
+    if engine.steps != "by_speed":
+        return 1
+    parts = min(_FEWEST_PARTS, steps)
+    while steps % parts != 0:
+        parts += 1
+    return parts
 
 
 def updates_by_speed(

@@ -1,21 +1,27 @@
 """The elastic engine: `loop.adloco.Engine` in the driver, with workers in learners.
 
-The driver holds parameters and outer states, learners the inner states, which are sent only at the
-start, after a merge, and when a worker moves. Each trainer runs at its own pace (`round`).
+The driver is this process: it holds parameters and outer states. A learner is a process that runs
+rounds of workers, and holds their inner states. These are sent only at the start, after a merge,
+and when a worker moves. Each trainer runs at its own pace (`round`).
+
+A worker's difference is its trainer's parameters minus its own, packed to be sent. `m` is a
+trainer's id; `M` is the axis of trainers, `R` that of workers, `S` that of updates, and `T` that of
+micro-batches.
 """
 
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import Precision, unpack
-from adloco_jax.core.outer import apply_differences
+from adloco_jax.core.outer import Aggregator, Differences, apply_differences
 from adloco_jax.core.types import Ensemble, norms, put, take, trainable
 from adloco_jax.data.sampling import HeldOut
 from adloco_jax.elastic import decisions
@@ -48,16 +54,52 @@ from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_cou
 PATIENCE_S = 300.0
 
 
+class _OuterUpdate(NamedTuple):
+    """The result of `apply_differences`, and the update in the form in which it can be sent."""
+
+    ensemble: Ensemble
+    norm_M: jax.Array  # norms of the trainers' outer updates
+    packed_updates: list[PyTree]  # one, with axis M; none in float32, as nothing is packed then
+
+
 @functools.partial(jax.jit, static_argnames=("outer_tx", "aggregate", "precision", "skip_single"))
-def _apply(*arguments: Any, **how: Any) -> tuple[Ensemble, jax.Array, list[PyTree]]:
-    """Call `apply_differences`; also return the updates that are packed, if any."""
-    sent: list[PyTree] = []
-    all_gather = lambda packed_M: sent.append(packed_M) or packed_M  # noqa: E731
-    return *apply_differences(*arguments, all_gather=all_gather, **how), sent
+def _apply(
+    ensemble: Ensemble,
+    differences: Differences,
+    weights_R: jax.Array,
+    factor_R: jax.Array | None,
+    *,
+    outer_tx: optax.GradientTransformation,
+    aggregate: Aggregator,
+    precision: Precision,
+    skip_single: bool,
+) -> _OuterUpdate:
+    """Call `apply_differences`, and keep the packed update that trainers' machines would gather."""
+    packed_updates: list[PyTree] = []
+
+    def all_gather(packed_M: PyTree) -> PyTree:
+        packed_updates.append(packed_M)
+        return packed_M
+
+    ensemble, norm_M = apply_differences(
+        ensemble,
+        differences,
+        outer_tx=outer_tx,
+        weights_R=weights_R,
+        factor_R=factor_R,
+        aggregate=aggregate,
+        precision=precision,
+        skip_single=skip_single,
+        all_gather=all_gather,
+    )
+    return _OuterUpdate(ensemble, norm_M, packed_updates)
 
 
 def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
-    """Return the norms of workers' differences, as they are added up."""
+    """Return the norms `(1,)` of one worker's difference, as it is added up.
+
+    `params` has the shapes of a worker's parameters; `packed_R` is its difference, with axis R.
+    """
     shapes = trainable(params)
     like_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.float32), shapes)
     return norms(unpack(packed_R, like_R, precision))
@@ -83,14 +125,19 @@ class ElasticEngine:
     ):
         """Store the arguments; the first call of `round` starts the learners.
 
-        `setup` is what learners are made of, in `setup.spec` with the driver's own devices.
-        `write(event, **fields)` adds a line about a learner to the ledger.
+        Args:
+          setup: That from which learners are made; in `setup.spec` with the driver's own devices.
+          programs: Compiled programs of the driver, for merges and held-out losses.
+          heldout: Held-out rows, for guard losses.
+          write: `write(event, **fields)` adds a line about a learner to the ledger.
         """
         spec = setup.spec
-        self.settings, self.spec = setup.settings, spec
+        self.settings = setup.settings
+        self.spec = spec
         self.state_bytes = spec.state_bytes
-        self.programs, self.heldout = programs, heldout
-        self.control_before: Control
+        self.programs = programs
+        self.heldout = heldout
+        self.control_before: Control  # that with which the rounds under way were begun
         self.rounds: dict[int, RoundRecord] = {}  # rounds under way, by the trainer's id
         self.pool = LearnerPool(setup, write)
         self._states = InnerStates(spec, self.pool, self._poll)
@@ -99,7 +146,7 @@ class ElasticEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
-        self._spent_s = np.zeros(len(USES))  # what learners say they did since then
+        self._spent_s = np.zeros(len(USES))  # seconds of learners since then, by `USES`
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, _Failure] = {}  # by trainer's id
         self._norms: dict[str, list[float]] = {}  # `Control.norms` after the rounds that end
@@ -122,8 +169,13 @@ class ElasticEngine:
         keeps failing, or the cluster is gone; Stopped soon after a signal.
         """
         ended = self._wait_for_rounds(state)
+
+        # What the rounds have cost, and the next sizes.
         plans = {m: each.plan for m, each in ended.items()}
-        counted = {s: each.spent(s) for each in ended.values() for s in each.counted}
+        counted = {}  # by worker id
+        for each in ended.values():
+            for worker_id in each.counted:
+                counted[worker_id] = each.spent(worker_id)
         control, spent = count_round(
             state.control,
             plans,
@@ -133,18 +185,24 @@ class ElasticEngine:
         )
         control.norms = self._norms
         control, decided = decide(control, _by_trainer(ended), plans)
+
         ensemble, outcomes = self._outer_updates(state, ended)
+
+        # The lines of the ledger, one for each round.
         shares = self._shares(len(ended))
         lines = {}
         for m, each in ended.items():
             line = planned(state.control, m, each.plan, each.rate_T)
             lines[m] = line | {"workers_counted": len(each.useful)} | shares | spent[m]
+
         # The duration begins at the last round's end or later, so no second is counted twice.
         now_s = time.monotonic()
         step_s = now_s - max(self._finished_s, min(each.start_s for each in ended.values()))
         self._finished_s = now_s
-        state = State(ensemble, control)
-        state, boundary = end_round(state, lines, outcomes, decided, step_s=step_s)
+
+        state, boundary = end_round(
+            State(ensemble, control), lines, outcomes, decided, step_s=step_s
+        )
         self._work_on(state)
         return state, boundary
 
@@ -153,13 +211,15 @@ class ElasticEngine:
 
         The result is fields of a round's line: bytes, and seconds by use.
         """
-        before_s, self._up_s = self._up_s, self.pool.up_s()
-        wire_bytes, self.pool.wire_bytes = divmod(self.pool.wire_bytes, num_ended)
+        up_s = self.pool.up_s()
+        num_bytes = self.pool.wire_bytes
         shares: dict[str, float] = {
-            "wire_bytes": wire_bytes,
-            "up_s": round((self._up_s - before_s) / num_ended, 6),
+            "wire_bytes": num_bytes // num_ended,
+            "up_s": round((up_s - self._up_s) / num_ended, 6),
             "lost_s": round(self.pool.lost_s / num_ended, 6),
         }
+        self._up_s = up_s
+        self.pool.wire_bytes = num_bytes % num_ended  # the rest counts next time
         self.pool.lost_s = 0.0
         for use, seconds in zip(USES, self._spent_s.tolist(), strict=True):
             shares[f"{use}_s"] = round(seconds / num_ended, 6)
@@ -167,16 +227,20 @@ class ElasticEngine:
         return shares
 
     def _wait_for_rounds(self, state: State) -> dict[int, RoundRecord]:
-        """Start rounds, wait until some have ended, take them out and judge their responses."""
+        """Start rounds, wait until some have ended, take them out and judge their responses.
+
+        Returns the rounds that have ended, by trainer id, in the order of `control.trainers`.
+        """
         if self._fault is not None:
             raise self._fault
-        self.control_before = control = state.control
+        control = state.control
+        self.control_before = control
         self.pool.control = control
         if not self.pool.learners:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
             self._states.adopt(state)
-        together = self._keeps_together()
+        num_needed = len(control.trainers) if self._keeps_together() else 1
         # Without a learner, what is missing is said at once.
         self._tell_s = time.monotonic() + (TELL_S if self.pool.num_present else 0.0)
         while True:
@@ -188,10 +252,11 @@ class ElasticEngine:
                 self._begin(state)
             under_way = [m for m in control.trainers if m in self.rounds]
             over = [m for m in under_way if self.rounds[m].is_over(self.settings.engine)]
-            if over and (not together or len(over) == len(control.trainers)):
+            if over and len(over) >= num_needed:
                 break
             self._poll()
             self._tell(control)
+
         ended = {m: self.rounds.pop(m) for m in over}
         self._judge(state, ended)
         return ended
@@ -199,7 +264,8 @@ class ElasticEngine:
     def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
         """Decide which responses count, and by which factor; remember the accepted norms."""
         control = state.control
-        self._norms = {m: kept for m, kept in control.norms.items() if int(m) in control.trainers}
+        # JSON has the ids as text.
+        self._norms = {m: past for m, past in control.norms.items() if int(m) in control.trainers}
         for m, each in ended.items():
             past = self._norms.get(str(m), [])
             start_M = take(state.ensemble, control.positions([m])).params_M
@@ -215,11 +281,10 @@ class ElasticEngine:
         if not self.pool.num_present:
             say("no learner: waiting for one")
             return
+
         now_s = time.monotonic()
-        come = sum(len(each.reported) for each in self.rounds.values())
-        to_come = sum(len(each.awaited) for each in self.rounds.values())
-        left_s = 0.0  # until the last one comes
-        works: list[str] = []  # what learners do of which no end is known
+        left_s = 0.0  # until the last response comes
+        works: list[str] = []  # about learners of whose work no end is known
         for call in self.pool.pending("run_round"):
             assert call.request is not None
             learner = self.pool.learners[call.learner]
@@ -231,6 +296,9 @@ class ElasticEngine:
                 )
             elif math.isinf(end_s):  # its first round
                 works.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
+
+        come = sum(len(each.reported) for each in self.rounds.values())
+        to_come = sum(len(each.awaited) for each in self.rounds.values())
         line = f"round {control.round + 1}: {come} of {come + to_come} responses have come"
         if 1 <= left_s < math.inf:
             line += f", the last in about {left_s:.0f} s"
@@ -239,29 +307,47 @@ class ElasticEngine:
     def _outer_updates(
         self, state: State, ended: Mapping[int, RoundRecord]
     ) -> tuple[Ensemble, dict[int, Outcome]]:
-        """Apply the outer update to each trainer whose round has ended."""
-        ensemble, outcomes = state.ensemble.replace(inner_state_R=None), {}
+        """Apply the outer update to each trainer whose round has ended, and close the round.
+
+        Returns the ensemble without inner states, and by trainer id what the rounds gave.
+        """
+        ensemble = state.ensemble.replace(inner_state_R=None)
+        outcomes = {}
         for m, each in ended.items():
             worker_ids = state.control.trainers[m].streams
-            norm = math.nan
+            norm = math.nan  # if no response counts
             if each.counted:
                 at = state.control.positions([m])
-                sub, norm_M, updates = self._outer_update(take(ensemble, at), worker_ids, each)
-                ensemble = put(ensemble, at, sub)
-                norm = float(norm_M[0])
+                updated = self._outer_update(take(ensemble, at), worker_ids, each)
+                ensemble = put(ensemble, at, updated.ensemble)
+                norm = float(updated.norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
-                    # Only below float32 is an update packed, and then there is one.
-                    update = jax.device_get(updates[0]) if updates else None
-                    is_taken = each.request.is_taken(self.spec) and not each.factors
-                    sender = each.senders[worker_ids[0]] if is_taken else None
-                    self._params.change(m, update, sender)
+                    self._record_change(m, each, worker_ids, updated.packed_updates)
             outcomes[m] = each.outcome(worker_ids, norm)
             self._close(each)
         return ensemble, outcomes
 
+    def _record_change(
+        self,
+        trainer: int,
+        each: RoundRecord,
+        worker_ids: Sequence[int],
+        packed_updates: Sequence[PyTree],
+    ) -> None:
+        """Record the outer update of a trainer, which the next requests may bring to learners."""
+        update = None
+        if packed_updates:  # below float32; then there is one
+            update = jax.device_get(packed_updates[0])
+        sender = None
+        if each.request.is_taken(self.spec) and not each.factors:
+            # The trainer has taken the parameters of its only worker, whose learner has them.
+            sender = each.senders[worker_ids[0]]
+        self._params.change(trainer, update, sender)
+
     def _work_on(self, state: State) -> None:
         """Let learners work while observers evaluate and save."""
-        self.control_before = self.pool.control = state.control
+        self.control_before = state.control
+        self.pool.control = state.control
         if not (processes.is_asked_to_stop() or self._changes_now(state.control)):
             try:
                 self._begin(state)
@@ -312,7 +398,8 @@ class ElasticEngine:
 
     def _may_begin(self, control: Control, trainer: int) -> bool:
         """Whether a trainer may begin its next round before others have ended theirs."""
-        settings, rounds = self.settings, control.rounds_of(trainer)
+        settings = self.settings
+        rounds = control.rounds_of(trainer)  # that it has ended
         if self._keeps_together():
             return rounds == control.round
         last = settings.last_round
@@ -333,7 +420,8 @@ class ElasticEngine:
 
     def _begin(self, state: State) -> None:
         """Start a round of every trainer that may begin one and has a worker on a free learner."""
-        control, now_s = state.control, time.monotonic()
+        control = state.control
+        now_s = time.monotonic()
         waiting = {m for m, failure in self._failures.items() if now_s < failure.until_s}
         idle = [
             m
@@ -343,10 +431,13 @@ class ElasticEngine:
         if not idle:
             return
         self._divide(control, idle)
+
         plans = round_plans(control, self.settings, idle)
-        round_tokens = self.spec.sequence_length * sum(
-            plan.num_sequences * len(control.trainers[m].streams) for m, plan in plans.items()
-        )
+        num_sequences = 0  # of all rounds that may begin now
+        for m, plan in plans.items():
+            num_sequences += plan.num_sequences * len(control.trainers[m].streams)
+        round_tokens = self.spec.sequence_length * num_sequences
+
         hosts = self._free_hosts()
         for m, plan in plans.items():
             rate_T = learning_rates(control, m, plan, self.settings, round_tokens=round_tokens)
@@ -372,12 +463,26 @@ class ElasticEngine:
         rate_T: np.ndarray,
         hosts: Mapping[int, decisions.LearnerRecord],
     ) -> RoundRecord | None:
-        """Send a trainer's round to the learners of its workers; None if none of them is free."""
-        control, settings = state.control, self.settings
+        """Send a trainer's round to the learners of its workers; return its record.
+
+        Args:
+          state: Ensemble and control before the round.
+          trainer: Id of the trainer.
+          plan: Sizes of the round.
+          rate_T: Learning rate of each micro-batch.
+          hosts: By worker id, its learner, if that is free.
+
+        Returns:
+          None if no worker's learner is free: the round does not begin. Workers whose learner is
+          not free have no part in the round.
+        """
+        control = state.control
+        settings = self.settings
         starts = {worker_id: start for _, worker_id, start in control.reads([trainer])}
         free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
         if not free:
             return None
+
         request = Request(
             trainer=trainer,
             round=control.rounds_of(trainer) + 1,
@@ -387,14 +492,16 @@ class ElasticEngine:
             is_single=len(starts) == 1,
         )
         record = RoundRecord(plan, rate_T, request, time.monotonic())
+
+        # Slower learners make fewer updates, and measure statistics on no more than they read.
         parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
         speeds = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
         updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
         num_tested = test_count(plan, len(starts), settings.batching)
         (position,) = control.positions([trainer])
 
-        @functools.cache  # several learners may need them, or none
-        def params() -> PyTree:
+        @functools.cache  # several learners may need the parameters, or none
+        def whole_params() -> PyTree:
             return jax.device_get(trainer_params(state.ensemble, position))
 
         learners = {learner.number: learner for learner in free.values()}
@@ -402,11 +509,17 @@ class ElasticEngine:
             work = []
             for worker_id, host in free.items():
                 if host is learner:
-                    tested = min(num_tested, request.sequences(updates[worker_id]))
+                    num_updates = updates[worker_id]
                     work.append(
-                        WorkerRequest(worker_id, starts[worker_id], updates[worker_id], tested)
+                        WorkerRequest(
+                            worker_id=worker_id,
+                            start=starts[worker_id],
+                            num_updates=num_updates,
+                            num_tested=min(num_tested, request.sequences(num_updates)),
+                        )
                     )
-            self._send_request(learner, request._replace(work=tuple(work)), rate_T, params)
+            own_request = request._replace(work=tuple(work))
+            self._send_request(learner, own_request, rate_T, whole_params)
             record.awaited.add(learner.number)
         return record
 
@@ -415,25 +528,33 @@ class ElasticEngine:
         learner: decisions.LearnerRecord,
         request: Request,
         rate_T: np.ndarray,
-        params: Callable[[], PyTree],
+        whole_params: Callable[[], PyTree],
     ) -> None:
-        """Send a learner its part of a round, with the parameters and states that it lacks."""
+        """Send a learner its part of a round, with the parameters and states that it lacks.
+
+        `whole_params` returns the trainer's parameters, in NumPy and without axis M.
+        """
         states = {}
         for work in request.work:
             state = self._states.to_send(work.worker_id, learner)
             if state is not None:
                 states[work.worker_id] = state
-        completed = self._params.complete(request, learner, params)
+        completed = self._params.complete(request, learner, whole_params)
         self.pool.ask_for_round(
             learner.number, completed.request, Inputs(rate_T, states), completed.params
         )
         heartbeat_s = self.settings.engine.heartbeat_s
-        learner.sent(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
+        learner.record_request(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
     def _outer_update(
-        self, sub: Ensemble, worker_ids: Sequence[int], each: RoundRecord
-    ) -> tuple[Ensemble, jax.Array, list[PyTree]]:
-        """Apply the outer update to a trainer, from the differences that learners have sent."""
+        self, ensemble: Ensemble, worker_ids: Sequence[int], each: RoundRecord
+    ) -> _OuterUpdate:
+        """Apply the outer update to a trainer, from the differences that learners have sent.
+
+        `ensemble` has this trainer alone, and its workers in the order of `worker_ids`. At least
+        one response counts. A worker weighs as many sequences as it has read, one whose response
+        does not count zero.
+        """
         some = next(iter(each.counted.values()))
         missing = jax.tree.map(np.zeros_like, some.differences)
         differences, weights = [], []
@@ -448,19 +569,19 @@ class ElasticEngine:
         factor_R = None
         if each.factors:  # otherwise nothing is multiplied
             factor_R = np.array([each.factors.get(w, 1.0) for w in worker_ids], np.float32)
-        return self._apply(
-            sub,
-            _concatenated(differences),
-            weights_R=np.array(weights, np.float32),
-            factor_R=factor_R,
-        )
+        weights_R = np.array(weights, np.float32)
+        return self._apply(ensemble, _concatenated(differences), weights_R, factor_R)
 
     def _close(self, each: RoundRecord) -> None:
-        """Record for the ledger the late learners, clipped and rejected updates of a round."""
+        """Record whose inner states count after a round that has ended, and its faults.
+
+        The ledger gets a line for each late learner, and each clipped or rejected update.
+        """
         trainer = each.request.trainer
+        self._failures.pop(trainer, None)
         for worker_id in each.counted:
             self._states.counted(worker_id, each.senders[worker_id])
-        self._failures.pop(trainer, None)
+
         for number in sorted(each.awaited):
             self.pool.note(number, "late", "no response within the grace of the quorum", trainer)
         for worker_id, factor in sorted(each.factors.items()):
@@ -472,6 +593,8 @@ class ElasticEngine:
         for worker_id in sorted(each.responses.keys() - each.counted.keys()):
             cause = f"worker {worker_id}: an update of norm {each.norms[worker_id]:.3g}"
             self.pool.note(each.senders[worker_id].number, "rejected", cause, trainer)
+
+        # A worker without a usable update may have broken parameters or states in its learner.
         for worker_id in each.responses.keys() - each.useful:
             self._forget(each.senders[worker_id], trainer)
 
@@ -515,32 +638,42 @@ class ElasticEngine:
             self._do_without(learner, str(error))
             return
         learner.num_responses += 1
-        packed = [response.differences.packed_R for response in responses]
-        norms = [float(self._measure(request.precision(self.spec), each)[0]) for each in packed]
-        elapsed_s = time.monotonic() - learner.sent_s
-        seconds = min(float(sum(response.seconds for response in responses)), elapsed_s)
-        spent_s = sum((r.between_s for r in responses), np.zeros(3))
-        self._spent_s += learner.believed([seconds, *spent_s], time.monotonic())
-        if request.is_taken(self.spec):  # then it has its own
+        if request.is_taken(self.spec):  # the learner has its worker's parameters now
             learner.params_ids.pop(request.trainer, None)
-        learner.sequence_s.append(seconds / request.num_sequences)
-        learner.transfer_s.append(elapsed_s - seconds)
+
+        precision = request.precision(self.spec)
+        by_worker: dict[int, Response] = {}
+        norms: dict[int, float] = {}
+        for work, response in zip(request.work, responses, strict=True):
+            by_worker[work.worker_id] = response
+            norm_R = self._measure(precision, response.differences.packed_R)
+            norms[work.worker_id] = float(norm_R[0])
+
+        # A learner may say what it wants: it cannot have computed for longer than it was away.
+        elapsed_s = time.monotonic() - learner.sent_s
+        computing_s = min(float(sum(response.seconds for response in responses)), elapsed_s)
+        between_s = sum((response.between_s for response in responses), np.zeros(3))
+        self._spent_s += learner.credible_s([computing_s, *between_s], time.monotonic())
+        learner.sequence_s.append(computing_s / request.num_sequences)
+        learner.transfer_s.append(elapsed_s - computing_s)
+
         if request.trainer in self.rounds:  # otherwise the round has ended
-            found = {
-                work.worker_id: (response, norm)
-                for work, response, norm in zip(request.work, responses, norms, strict=True)
-            }
-            self.rounds[request.trainer].take(learner, found)
+            self.rounds[request.trainer].take(learner, by_worker, norms)
 
     def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
-        """Continue the rounds that wait for a learner without it; some have to begin again."""
+        """Continue the rounds that wait for a learner without it.
+
+        A round to which no other learner has responded, or will, is dropped, and begins again
+        after a pause. Raises ResourceError if that has gone on for `PATIENCE_S`.
+        """
         now_s = time.monotonic()
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
             if each.awaited or each.responses:
                 continue
             del self.rounds[trainer]
-            before = self._failures.get(trainer, _Failure(now_s, 0, now_s))
+            first = _Failure(first_s=now_s, count=0, until_s=now_s)
+            before = self._failures.get(trainer, first)
             failed_s = now_s - before.first_s
             if failed_s > PATIENCE_S:
                 raise ResourceError(
@@ -549,7 +682,7 @@ class ElasticEngine:
                 )
             count = before.count + 1
             until_s = now_s + decisions.pause_s(count)
-            self._failures[trainer] = _Failure(before.first_s, count, until_s)
+            self._failures[trainer] = _Failure(first_s=before.first_s, count=count, until_s=until_s)
 
     # -- Membership ----------------------------------------------------------------------------
 
@@ -573,15 +706,27 @@ class ElasticEngine:
 
         there = [each for each in self.pool.learners.values() if each.joined]
         hosts = decisions.assign(there, trainers, movable, returning=returning)
-        moving = {s: self.pool.learners[hosts[s]] for s in movable & hosts.keys()}
+        moving = {}
+        for worker_id in movable & hosts.keys():
+            moving[worker_id] = self.pool.learners[hosts[worker_id]]
         self._states.bring(control, moving)
+
         for learner in self.pool.learners.values():
-            kept = {s for s in learner.worker_ids if s in trainers and s not in hosts}
-            given = {s for s, number in hosts.items() if number == learner.number}
+            given = {worker_id for worker_id, number in hosts.items() if number == learner.number}
+            # A lost learner keeps those that wait for it.
+            kept = {
+                worker_id
+                for worker_id in learner.worker_ids
+                if worker_id in trainers and worker_id not in hosts
+            }
             learner.worker_ids = sorted(kept | given)
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """End learners that were asked to stop, once no round with their responses is under way."""
+        """End learners that were asked to stop, once no round with their responses is under way.
+
+        `busy` has the numbers of learners that run a round. A learner's inner states are brought
+        here first.
+        """
         taking_part = busy.union(*(each.reported for each in self.rounds.values()))
         for number, learner in [*self.pool.learners.items()]:
             if not (learner.leaving and learner.joined) or number in taking_part:
@@ -593,14 +738,19 @@ class ElasticEngine:
 
 
 def _concatenated(trees: Sequence[PyTree]) -> PyTree:
+    """Join the arrays of trees of workers along axis R, the first."""
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
 def _by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
-    """Collect the gradient statistics of the workers whose responses count in the update."""
+    """Collect, by trainer id, the gradient statistics of the workers whose responses count.
+
+    They are in float64, with axis R. A trainer of which nothing was measured is left out.
+    """
     stats = {}
     for m, each in ended.items():
-        tested = [a.stats_R for a in each.counted.values() if a.stats_R is not None]
+        responses = each.counted.values()
+        tested = [response.stats_R for response in responses if response.stats_R is not None]
         if tested:
             stats[m] = jax.tree.map(lambda x: x.astype(np.float64), _concatenated(tested))
     return stats

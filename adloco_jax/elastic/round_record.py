@@ -1,4 +1,8 @@
-"""The driver's record of a round in learners: which responses have come, and which count."""
+"""The driver's record of a round in learners: which responses have come, and which count.
+
+A response is of one worker; a learner sends one for each worker that it runs. `S` is the axis of
+updates, `R` that of workers, which has length one in a response.
+"""
 
 import math
 import time
@@ -38,22 +42,32 @@ class RoundRecord:
     factors: dict[int, float] = field(default_factory=dict)
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
-    def take(self, learner: LearnerRecord, found: Mapping[int, tuple[Response, float]]) -> None:
-        """Store a learner's responses and norms, unless the round does not wait for it."""
+    def take(
+        self,
+        learner: LearnerRecord,
+        responses: Mapping[int, Response],
+        norms: Mapping[int, float],
+    ) -> None:
+        """Store a learner's responses, and the norms of their differences, both by worker id.
+
+        They are ignored if the round does not wait for this learner: they came too late.
+        """
         if learner.number not in self.awaited:
             return
         self.awaited.discard(learner.number)
         self.reported.add(learner.number)
-        for worker_id, (response, norm) in found.items():
+        for worker_id, response in responses.items():
+            norm = norms[worker_id]
             self.responses[worker_id] = response
             self.senders[worker_id] = learner
             is_finite = response.differences.usable_R.all() and math.isfinite(norm)
             self.norms[worker_id] = norm if is_finite else math.nan
 
     def is_over(self, rule: EngineSettings) -> bool:
-        """Whether the round ends now; store the time of the quorum, or of all, if fewer take part.
+        """Whether the round ends now: all learners have answered, or `grace_s` is over.
 
-        It ends when all have answered, or `grace_s` after the quorum; never without a response.
+        The grace begins when `rule.quorum` learners have answered, or all, if fewer take part; this
+        method stores that time. A round never ends without a response.
         """
         now_s = time.monotonic()
         num_reported = len(self.reported)
@@ -66,11 +80,19 @@ class RoundRecord:
         return not self.awaited or now_s - self.quorum_s >= rule.grace_s
 
     def judge(self, past: Sequence[float], params_norm: float, clip: float) -> list[float]:
-        """Decide which responses count, and by which factor; return the norms that are accepted.
+        """Decide which responses count, and by which factor: set `counted` and `factors`.
 
-        Those that are finite count. A norm per update is at most `clip` times the usual one of
-        `past` rounds and this one (`usual_norm`); before one is known, a difference is at most
-        `clip` times the parameters.
+        Responses whose numbers are finite count. A difference's norm per update may be `clip` times
+        the usual one (`usual_norm`). As long as none is usual, a difference's norm may be `clip`
+        times that of the parameters. A larger difference is scaled down to that.
+
+        Args:
+          past: Accepted norms per update of the trainer's last rounds.
+          params_norm: Norm of the parameters with which the round began.
+          clip: `outer.clip_workers`.
+
+        Returns:
+          The accepted norms per update of this round, after scaling; none for zero differences.
         """
         self.counted = {
             worker_id: self.responses[worker_id]
@@ -82,64 +104,86 @@ class RoundRecord:
             norm = self.norms[worker_id]
             if norm > 0:
                 per_update[worker_id] = norm / len(response.skipped_SR)
+
         of_learner: dict[int, float] = {}  # one norm each, however many workers it runs
         for worker_id, norm in per_update.items():
             number = self.senders[worker_id].number
             of_learner[number] = max(norm, of_learner.get(number, 0.0))
         usual = usual_norm(past, [*of_learner.values()])
-        if not usual:
+        if usual == 0:  # not known yet
             usual = params_norm / self.plan.num_updates
-        most = clip * usual if usual else math.inf
-        self.factors = {w: most / norm for w, norm in per_update.items() if norm > most}
+        most = math.inf  # parameters that are all zero say nothing
+        if usual > 0:
+            most = clip * usual
+
+        self.factors = {
+            worker_id: most / norm for worker_id, norm in per_update.items() if norm > most
+        }
         return [min(norm, most) for norm in per_update.values()]
 
     def spent(self, worker_id: int) -> Work:
-        """Return what a worker did whose response counts."""
+        """Return the updates and sequences of a worker whose response counts."""
         skipped_SR = self.counted[worker_id].skipped_SR
         num_updates = len(skipped_SR)
         num_made = num_updates - int(skipped_SR.sum())
-        sequences = self.request.sequences
         return Work(
             num_updates=num_updates,
-            num_sequences=sequences(num_updates),
-            num_learned=sequences(num_made),
+            num_sequences=self.request.sequences(num_updates),
+            num_learned=self.request.sequences(num_made),
         )
 
     @property
     def useful(self) -> set[int]:
-        """The workers whose responses count, and have not skipped all their updates."""
+        """Ids of the workers whose responses count, and that have not skipped all updates."""
         return {worker_id for worker_id in self.counted if self.spent(worker_id).num_learned}
 
     def outcome(self, worker_ids: Sequence[int], norm: float) -> Outcome:
-        """Collect losses (NaN if a response does not count) and skips (all if it is not finite)."""
+        """Collect the losses and skipped updates of the round's workers.
+
+        Args:
+          worker_ids: All workers of the trainer; each gets a column, in this order.
+          norm: Norm of the outer update.
+
+        Returns:
+          Losses `(S, R)`, NaN where a worker made no update or its response does not count; and
+          skips `(S, R)`, true for all updates of a response that is not finite. A worker that made
+          fewer than S updates has the last rows.
+        """
         shape = (self.plan.num_updates, len(worker_ids))
         loss_SR = np.full(shape, np.nan)
         skipped_SR = np.zeros(shape, bool)
         for column, worker_id in enumerate(worker_ids):
-            if math.isnan(self.norms.get(worker_id, 0.0)):
-                skipped_SR[-len(self.responses[worker_id].loss_SR) :, column] = True
-            elif worker_id in self.counted:  # fewer updates fill the last rows
-                response = self.counted[worker_id]
-                loss_SR[-len(response.loss_SR) :, column] = response.loss_SR[:, 0]
-                skipped_SR[-len(response.loss_SR) :, column] = response.skipped_SR[:, 0]
+            response = self.responses.get(worker_id)
+            if response is None:
+                continue
+            first_row = -len(response.loss_SR)
+            if math.isnan(self.norms[worker_id]):
+                skipped_SR[first_row:, column] = True
+            elif worker_id in self.counted:
+                loss_SR[first_row:, column] = response.loss_SR[:, 0]
+                skipped_SR[first_row:, column] = response.skipped_SR[:, 0]
         return Outcome(loss_SR, skipped_SR, norm)
 
 
 def check_responses(responses: Sequence[Response], request: Request, spec: ProgramSpec) -> None:
     """Raise Refused unless responses are what a request asks for, with losses that are numbers."""
-    check_form(responses, [response_form(spec, request, work) for work in request.work], "response")
+    forms = [response_form(spec, request, work) for work in request.work]
+    check_form(responses, forms, "response")
     for response, work in zip(responses, request.work, strict=True):
         loss_SR = np.where(response.skipped_SR, 0.0, response.loss_SR)
         if not (np.abs(loss_SR) < np.finfo(np.float32).max).all():
             raise Refused(f"response.loss_SR: {loss_SR.ravel()} of updates that were made")
         if not np.isnan(response.loss_SR[response.skipped_SR]).all():
             raise Refused("response.loss_SR: losses of updates that were skipped")
+
         stats_R = response.stats_R
         if stats_R is not None:  # its counts follow from the number of sequences
-            t = np.float32(work.num_tested)
+            tested = np.float32(work.num_tested)
             have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
-            if not np.array_equal(np.concatenate(have), [t, t - 1, t * (t - 1)]):
-                raise Refused(f"response.stats_R: {have}, of {t:.0f} examples")
+            want = [tested, tested - 1, tested * (tested - 1)]
+            if not np.array_equal(np.concatenate(have), want):
+                raise Refused(f"response.stats_R: {have}, of {tested:.0f} examples")
+
         spent_s = np.array([response.seconds, *response.between_s])
         if not ((spent_s >= 0) & (spent_s < _MOST_S)).all():
             raise Refused(f"response.seconds: {spent_s}")
