@@ -579,7 +579,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
             raise RuntimeError("503\nRust")
         return 7
 
-    assert there.patiently("write", "a", write) == 7
+    assert there.patiently("write", write) == 7
     assert len(waits) == 12 and waits == sorted(waits) and max(waits) <= 3
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(f"{there.url}: ") for line in said] == [
@@ -589,7 +589,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     ]
     fails, there.patience_s = iter([True] * 99), 30.0
     with pytest.raises(ResourceError, match="cannot write"):
-        there.patiently("write", "a", write)
+        there.patiently("write", write)
     assert threading.active_count() < 50
 
 
@@ -605,7 +605,7 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
                 raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
         return 7
 
-    assert opened(tmp_path / "bucket").patiently("read", "a", read) == 7
+    assert opened(tmp_path / "bucket").patiently("read", read) == 7
 
 
 def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
@@ -679,7 +679,7 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
             raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
 
     with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
-        there.patiently(kind, "a", fails)
+        there.patiently(kind, fails)
     assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
     assert sum(waits) < 30
 

@@ -1,7 +1,8 @@
 """What driver and learners read and write: objects, wherever they are kept (`objects`).
 
-An object is JSON, or JSON with arrays (safetensors), with a SHA-256 and a signature. Nothing that
-is read is executed or unpickled.
+An object has a name and bytes: JSON, or JSON with arrays (safetensors), with a SHA-256 and a
+signature. Its JSON is a `Format`, whose fields are checked. Nothing that is read is executed or
+unpickled. `Refused` is raised for an object that is damaged, or is not what it should be.
 """
 
 import concurrent.futures
@@ -34,7 +35,11 @@ JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
 LIMIT_S, BYTE_S = 5.0, 1e-5  # the deadline of a request: seconds, and more for each byte
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
-_RETRY_S = 3.0  # longest pause before a failed request is repeated
+# A failed request is repeated after the first pause, which then doubles up to the longest.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 3.0
+_LONGER_DEADLINE = 8  # factor by which a request's deadline grows at most
+_GROWTH = 1.025  # of the pause from one look at an object to the next
+_TOLD_FAILURES = 3  # failures of a request before the user is told
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
@@ -45,13 +50,19 @@ F = TypeVar("F", bound=Format)
 
 
 class Link:
-    """One direction of a link with a rate, which those who use it at a time share."""
+    """One direction of a link of limited rate, which several threads share."""
 
     def __init__(self, bytes_per_s: float = math.inf):
-        self._bytes_per_s, self._free_s, self._using = bytes_per_s, 0.0, threading.Lock()
+        """Begin with an idle link; infinity is no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0  # when it has carried all bytes so far, on the clock `time.monotonic`
+        self._using = threading.Lock()
 
     def carry(self, num_bytes: float) -> None:
-        """Return once the link would have carried some bytes."""
+        """Wait until the link would have carried some bytes after those of other threads.
+
+        They are taken in parts, so that threads take turns.
+        """
         while num_bytes > 0:
             part = min(num_bytes, self._bytes_per_s * _BURST_S)
             with self._using:
@@ -72,47 +83,68 @@ class Store:
     """
 
     def __init__(self, objects: Objects, signing: Signatures, *, patience_s: float = math.inf):
-        """Use the objects of a keeper; a request that fails for `patience_s` seconds raises."""
-        self._objects, self.signatures, self.patience_s = objects, signing, patience_s
-        self.url, self._known = objects.address, set[str]()
-        self.hold("")
+        """Use the objects of a keeper, such as a bucket, without a request.
+
+        `signing` signs what is written, and checks what is read. A request that keeps failing for
+        `patience_s` seconds raises ResourceError.
+        """
+        self._objects = objects
+        self.signatures = signing
+        self.patience_s = patience_s
+        self.url = objects.address
+        self._known = set[str]()  # kinds of request that have succeeded: "read", "write"
+        self._up = Link()
+        self._down = Link()
 
     def hold(self, link: str) -> None:
-        """Hold each direction of this process's transfers to the rate of `engine.link`."""
-        self._up, self._down = Link(bytes_per_s(link)), Link(bytes_per_s(link))
+        """Hold each direction of this process's transfers to the rate `link` (`engine.link`).
+
+        It is written as "10Mbit/s"; empty is no limit.
+        """
+        self._up = Link(bytes_per_s(link))
+        self._down = Link(bytes_per_s(link))
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
-        """Read an object; None if there is none.
+        """Read an object's content; None if there is no object.
 
         Raises Refused if it has more than `limit` bytes, or is not signed as it must be.
         """
-        limit += NUM_BYTES
+        most_bytes = limit + NUM_BYTES  # with its signature
 
         def read(failures: int) -> bytearray | None:
             begin = functools.partial(self._objects.get, name)
-            if (found := self._answered(0, failures, begin)) is None:
+            stored = self._try(begin, num_bytes=0, failures=failures)
+            if stored is None:
                 return None
-            size, pieces = found
+            size, pieces = stored  # bytes of the object, and an iterator of its parts
+            if not 0 < size <= most_bytes:
+                raise Refused(f"{name}: {size} bytes, expected 1 to {most_bytes}")
             data = bytearray()
-            if not 0 < size <= limit:
-                raise Refused(f"{name}: {size} bytes, expected 1 to {limit}")
             while len(data) < size:
                 length = min(REQUEST_BYTES, size - len(data))
-                piece = self._answered(length, failures, functools.partial(next, pieces))
+                read_piece = functools.partial(next, pieces)
+                piece = self._try(read_piece, num_bytes=length, failures=failures)
                 self._down.carry(len(piece))
                 data += piece
             return data
 
-        data = self.patiently("read", name, read)
-        return None if data is None else self.signatures.opened(name, bytes(data))
+        data = self.patiently("read", read)
+        if data is None:
+            return None
+        return self.signatures.opened(name, bytes(data))
 
     def message(self, name: str, kind: type[F]) -> F | None:
-        """Read what `to_json` made; None if there is none, Refused if it is something else."""
+        """Read an object of JSON, which `to_json` made; None if there is no object.
+
+        Raises Refused if it is damaged, not signed, or no message of this kind.
+        """
         data = self.get(name)
-        return None if data is None else from_json(data, name, kind)
+        if data is None:
+            return None
+        return from_json(data, name, kind)
 
     def valid(self, name: str, kind: type[F]) -> F | None:
-        """Read as `message` does; what is something else is ignored."""
+        """Read an object of JSON; None if there is no object, or `message` would refuse it."""
         with contextlib.suppress(Refused):
             return self.message(name, kind)
         return None
@@ -120,9 +152,19 @@ class Store:
     def read(
         self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree]
     ) -> tuple[F, PyTree, int]:
-        """Read what `pack` made (see `get`, `unpack`), again if it was damaged on its way.
+        """Read an object of JSON and arrays, which `pack` made.
 
-        Also returns its size in bytes. Raises Refused if it is missing, or refused each time.
+        It is read again if it was damaged on its way. Raises Refused if it is missing, or refused
+        each time.
+
+        Args:
+          name: The object's name.
+          limit: Its largest size in bytes.
+          kind: What its JSON is.
+          form: Returns the tree of `jax.ShapeDtypeStruct` that the arrays of a message must have.
+
+        Returns:
+          The message, the arrays in NumPy as a tree, and the object's size in bytes.
         """
 
         def once() -> tuple[F, PyTree, int]:
@@ -136,32 +178,45 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
-        data = self.signatures.signed(name, data)
-        put = functools.partial(self._objects.put, name, data)
-        self._up.carry(len(data))
-        self.patiently("write", name, lambda n: self._answered(len(data), n, put))
+        signed = self.signatures.signed(name, data)
+        put = functools.partial(self._objects.put, name, signed)
+
+        def write(failures: int) -> None:
+            self._try(put, num_bytes=len(signed), failures=failures)
+
+        self._up.carry(len(signed))
+        self.patiently("write", write)
 
     def create(self, name: str, message: Format) -> bool:
-        """Write an object of JSON unless there is one; say whether this call has written it."""
-        data = to_json(message, uuid.uuid4().hex)  # nobody else would write the same
+        """Write an object of JSON unless there is one; return whether this call has written it.
+
+        A request whose response is lost is repeated, and then finds the object that it has written
+        itself. A random text in the object tells it from that of another writer.
+        """
+        data = to_json(message, uuid.uuid4().hex)
         signed = self.signatures.signed(name, data)
+        put = functools.partial(self._objects.create, name, signed)
 
         def write(failures: int) -> bool:
-            put = functools.partial(self._objects.create, name, signed)
-            if self._answered(len(signed), failures, put):
+            if self._try(put, num_bytes=len(signed), failures=failures):
                 return True
-            with contextlib.suppress(Refused):  # larger, so another's
-                # Perhaps written by this call, whose response was lost.
+            try:
                 return self.get(name, limit=len(data)) == data
-            return False
+            except Refused:  # larger, or signed with another key: another writer's
+                return False
 
-        return self.patiently("write", name, write)
+        return self.patiently("write", write)
 
     def delete(self, *names: str) -> None:
-        """Delete objects, if they are there and may be deleted."""
-        for name in names:  # what is left costs space only
+        """Delete objects, if they are there and may be deleted.
+
+        Errors are ignored, as an object that is left costs only space. If a request is not
+        answered, the rest is left.
+        """
+        for name in names:
+            delete = functools.partial(self._objects.delete, name)
             try:
-                self._answered(0, 0, functools.partial(self._objects.delete, name))
+                self._try(delete, num_bytes=0, failures=0)
             except TimeoutError:
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
@@ -170,42 +225,54 @@ class Store:
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
         with contextlib.suppress(Exception):
-            return self._answered(0, 0, self._objects.names)
+            return self._try(self._objects.names, num_bytes=0, failures=0)
         return []
 
-    def _answered(self, num_bytes: int, failures: int, act: Callable[[], T]) -> T:
-        """Return what `act` returns, a request for some bytes, or raise TimeoutError.
+    def _try(self, request: Callable[[], T], *, num_bytes: int, failures: int) -> T:
+        """Make a request once, and return its result; raise TimeoutError after its deadline.
 
-        The deadline doubles with each failure. A request that is never answered ends in its own
-        thread.
+        The deadline grows with `num_bytes`, the bytes that are sent or received, and doubles with
+        each of the `failures` of the same request before. A request that is never answered ends in
+        its own thread.
         """
         limit_s = LIMIT_S + num_bytes * BYTE_S
-        limit_s *= 1 if processes.is_asked_to_stop() else min(2**failures, 8)
+        if not processes.is_asked_to_stop():
+            limit_s *= min(2**failures, _LONGER_DEADLINE)
         try:
-            return aside(act).result(limit_s)
+            return aside(request).result(limit_s)
         except TimeoutError as error:
             raise TimeoutError(f"no response in {limit_s:.0f} s") from error
 
-    def patiently(self, kind: str, name: str, act: Callable[[int], T]) -> T:
-        """Return what `act` returns for a number of failures; repeat it while it fails."""
-        pause_s, failures, start_s, told_s = 0.2, 0, time.monotonic(), 0.0
+    def patiently(self, kind: str, request: Callable[[int], T]) -> T:
+        """Repeat a request until it succeeds, and return its result.
+
+        Refused and ConfigError are raised at once, as no other try can mend them. Raises
+        ResourceError after `patience_s` seconds, after a signal, or as `_give_up` says.
+
+        Args:
+          kind: "read" or "write".
+          request: Called with the number of its failures so far; raises an error if it fails.
+        """
+        start_s = time.monotonic()
+        told_s = 0.0  # seconds after the start at which the user was last told; 0: not yet
+        pause_s = _FIRST_RETRY_S
+        failures = 0
         while True:
             try:
-                result = act(failures)
+                result = request(failures)
             except (Refused, ConfigError):
                 raise
             except Exception as error:  # deliberately broad: keepers' errors have no common kind
-                failures, failed_s = failures + 1, time.monotonic() - start_s
+                failures += 1
+                failed_s = time.monotonic() - start_s
+                fault = f"{self.url}: cannot {kind} ({first_line(error)})"
                 if processes.is_asked_to_stop() or failed_s > self.patience_s:
-                    raise ResourceError(
-                        f"{self.url}: cannot {kind} ({first_line(error)})"
-                    ) from error
+                    raise ResourceError(fault) from error
                 if kind not in self._known:
                     self._give_up(kind, error, failures)
-                if failures >= 3 and (not told_s or failed_s > told_s + TELL_S):
+                if failures >= _TOLD_FAILURES and (not told_s or failed_s > told_s + TELL_S):
                     told_s = failed_s
-                    why = f"cannot {kind} ({first_line(error)})"
-                    say(f"{self.url}: {why}; waiting for the bucket, {failed_s:.0f} s")
+                    say(f"{fault}; waiting for the bucket, {failed_s:.0f} s")
             else:
                 self._known.add(kind)
                 if told_s:
@@ -213,9 +280,14 @@ class Store:
                     say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _RETRY_S)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
     def _give_up(self, kind: str, error: Exception, failures: int) -> None:
+        """Raise an error if a kind of request that has never succeeded will hardly ever do so.
+
+        Raises ConfigError if it is not permitted, ResourceError after several failures, unless the
+        server says that it is busy.
+        """
         fault = f"{self.url}: cannot {kind} objects ({first_line(error)})"
         if isinstance(error, Denied):
             raise ConfigError(f"{fault}; {error.remedy}") from error
@@ -232,7 +304,10 @@ def at(url: str, key: str, *, patience_s: float = math.inf) -> Store:
 
 
 def again(read: Callable[[], T]) -> T:
-    """Read an object again if it is refused, as it may be damaged on its way only."""
+    """Return what `read` returns; call it again, after a pause, if it raises Refused.
+
+    The object may have been damaged only on its way. Raises Refused if it is refused each time.
+    """
     for pause_s in READ_PAUSES_S:
         with contextlib.suppress(Refused):
             return read()
@@ -241,12 +316,18 @@ def again(read: Callable[[], T]) -> T:
 
 
 def longer(pause_s: float) -> float:
-    """Return the next pause between looks at an object: 1/40 of the time since it changed."""
-    return min(1.025 * pause_s, LONGEST_PAUSE_S)
+    """Return the pause before the next look at an object, from the one before this look.
+
+    It grows by 1/40 with each look, so it is about 1/40 of the time since the object changed.
+    """
+    return min(_GROWTH * pause_s, LONGEST_PAUSE_S)
 
 
 def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
-    """Call a function in a thread that does not hold up the end of the process."""
+    """Call a function in a thread of its own; return the future of its result, or of its error.
+
+    The thread does not hold up the end of the process.
+    """
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -263,16 +344,23 @@ def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[
 
 
 def to_json(message: Format, by: str = "") -> bytes:
-    """Make an object of JSON without arrays; `by` makes it differ from others."""
+    """Return an object of JSON without arrays.
+
+    `by` is a text that is written, but not read. It makes equal messages of two writers differ.
+    """
     content = message.model_dump()
     return json.dumps({"sha256": _sha256(content), "message": content, "by": by}).encode()
 
 
 def from_json(data: bytes, name: str, kind: type[F]) -> F:
-    """Read an object of JSON without arrays, or raise Refused."""
+    """Return the message of an object of JSON without arrays, or raise Refused.
+
+    `name` is the object's, for errors; `kind` is what the message must be.
+    """
     try:
-        found = json.loads(data)
-        message, digest = found["message"], found["sha256"]
+        content = json.loads(data)
+        message = content["message"]
+        digest = content["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Refused(f"{name}: no JSON of adloco_jax") from error
     if _sha256(message) != digest:
@@ -285,24 +373,32 @@ def _sha256(message: Any) -> str:
 
 
 def pack(message: Format, tree: PyTree) -> bytes:
-    """Make an object of JSON and a tree of arrays; it begins with its SHA-256, in 64 digits.
+    """Return an object of JSON and a tree of arrays; it begins with its SHA-256, in 64 digits.
 
-    Arrays of zeros, such as fresh optimizer states, take no space.
+    An array is named by its path in the tree. Arrays of zeros, such as fresh optimizer states, take
+    no space: the JSON has only their names. The JSON itself is one more array, of bytes.
     """
-    leaves = jax.tree.leaves_with_path(tree)
-    arrays = {jax.tree_util.keystr(path): np.asarray(x, order="C") for path, x in leaves}
-    sent = {name: x for name, x in arrays.items() if x.any()}
-    zeros = sorted(arrays.keys() - sent.keys())
+    sent: dict[str, np.ndarray] = {}
+    zeros: list[str] = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        array = np.asarray(leaf, order="C")
+        if array.any():
+            sent[name] = array
+        else:
+            zeros.append(name)
+    zeros.sort()
     text = json.dumps({"message": message.model_dump(), "zeros": zeros})
     data = save({**sent, "message": np.frombuffer(text.encode(), np.uint8)})
     return hashlib.sha256(data).hexdigest().encode() + data
 
 
 def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -> tuple[F, PyTree]:
-    """Read what `pack` made: message and tree.
+    """Return the message and the tree of arrays of an object that `pack` made.
 
-    `form` returns the tree that a message must have (`messages.check_form`). Raises Refused if the
-    object is damaged, or has another form.
+    `name` is the object's, for errors, and `kind` what the message must be. `form` returns the tree
+    of `jax.ShapeDtypeStruct` that the arrays of a message must have. Raises Refused if the object
+    is damaged, or has another form.
     """
     packed = data[64:]
     if hashlib.sha256(packed).hexdigest().encode() != data[:64]:
@@ -311,11 +407,14 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
         parts = load(packed)
         content = json.loads(parts.pop("message").tobytes())
         message = checked(content["message"], kind, name, Refused)
-        wanted, zeros = form(message), set(content["zeros"])
+        wanted = form(message)
+        zeros = set(content["zeros"])
 
-        def leaf(path, want):
+        def leaf(path: jax.tree_util.KeyPath, want: jax.ShapeDtypeStruct) -> np.ndarray:
             key = jax.tree_util.keystr(path)
-            return np.zeros(want.shape, want.dtype) if key in zeros else parts.pop(key)
+            if key in zeros:
+                return np.zeros(want.shape, want.dtype)
+            return parts.pop(key)
 
         tree = jax.tree.map_with_path(leaf, wanted)
     except Refused:
