@@ -1,17 +1,25 @@
-"""A learner that joins a run by itself, through a bucket or by a ticket (`run.join` starts it)."""
+"""A learner that joins a run by itself, through a bucket or by a ticket (`run.join` starts it).
+
+A driver has a generation, by which the run's drivers are counted, and a start, which is its random
+id. It offers places, each a `RequestId` with a learner's number and incarnation; who writes the
+place's heartbeat first has it. Driver and learner see in the other's heartbeat that it is alive,
+and how many requests and responses it has written; `bucket` has the names of the objects.
+"""
 
 import contextlib
+import enum
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from adloco_jax import __version__
 from adloco_jax.data.formats import Format
@@ -19,8 +27,10 @@ from adloco_jax.elastic import store
 from adloco_jax.elastic.bucket import SIGNS, limit
 from adloco_jax.elastic.direct import Remote, is_ticket
 from adloco_jax.elastic.learner import (
+    Inputs,
     Learner,
     LearnerSetup,
+    Response,
     inputs_form,
     pack_state,
     sent_form,
@@ -46,7 +56,11 @@ from adloco_jax.host import processes
 
 @contextlib.contextmanager
 def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
-    """Open the bucket at an address, or connect to the driver that a ticket names."""
+    """Open the bucket at an address, or connect to the driver that a ticket names.
+
+    A request that fails for `patience_s` seconds raises ResourceError. `key` is this learner's
+    secret key for a ticket; None: a new one. Raises ConfigError if a bucket's key is not set.
+    """
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")
         secret = given_key()
@@ -65,8 +79,13 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
 
 
 def read_run(bucket: Store) -> RunDescription | None:
-    """Read the description of the run, or wait for it; None after a signal."""
-    start_s, told = time.monotonic(), False
+    """Read the description of the run, or wait for a driver that writes it; None after a signal.
+
+    Raises ConfigError if the object is no such description, or is not signed with this key;
+    ResourceError if no driver has come within the bucket's patience.
+    """
+    start_s = time.monotonic()
+    told = False
     while not processes.is_asked_to_stop():
         try:
             run = store.again(lambda: bucket.message("run.json", RunDescription))
@@ -90,6 +109,7 @@ def read_run(bucket: Store) -> RunDescription | None:
 
 
 def _check_patience(bucket: Store, since_s: float) -> None:
+    """Raise ResourceError if there has been no driver for too long, since a time."""
     if time.monotonic() - since_s > bucket.patience_s:
         minutes = bucket.patience_s / 60
         raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
@@ -104,6 +124,21 @@ def check_version(bucket: Store, version: str) -> None:
         )
 
 
+class Step(enum.StrEnum):
+    """What `BucketLearner.step` has found."""
+
+    OVER = "over"  # the run is over for this learner
+    DONE = "done"  # something was done, so there may be more to do at once
+    NOTHING = "nothing"  # there is nothing to do now
+
+
+class _Result(NamedTuple):
+    """What a request of the driver gave."""
+
+    request: Request | None  # the round that was run; None: inner states were asked for
+    arrays: list[Response] | list[PyTree]  # the round's responses, or the packed inner states
+
+
 class BucketLearner:
     """A learner that joins by itself. Only `serve` waits; `step` does what can be done now."""
 
@@ -115,18 +150,32 @@ class BucketLearner:
         workdir: Path | None,
         run_id: str,
     ):
-        self._store, self.learner, self._spec, self._run_id = bucket, learner, setup.spec, run_id
-        bucket.signatures.run = run_id
-        self._heartbeat_s, self._workdir = setup.settings.engine.heartbeat_s, workdir
-        bucket.hold(setup.settings.engine.link)
+        """Begin outside the run, without a request.
+
+        Args:
+          bucket: The run's objects; they are signed for the run `run_id` from now on.
+          learner: Runs the rounds.
+          setup: That from which the learner was made.
+          workdir: Folder of its logs; None: there are none.
+          run_id: Id of the run that `run.json` describes.
+        """
+        self._store = bucket
+        self.learner = learner
+        self._spec = setup.spec
+        self._run_id = run_id
+        self._workdir = workdir
+        self._heartbeat_s = setup.settings.engine.heartbeat_s
         self._num_workers = setup.settings.ensemble.num_workers
+        bucket.signatures.run = run_id
+        bucket.hold(setup.settings.engine.link)
         self.generation = 0  # number of the driver; 0: none is known yet
-        self.handle: RequestId | None = None  # None: not in the run
-        self.num_responses = self._count = 0  # responses in this incarnation; own signs of life
+        self.handle: RequestId | None = None  # this learner's place in the run; None: it has none
+        self.num_responses = 0  # that were written in this place
+        self._count = 0  # own signs of life
         self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
-        self._changed_s = time.monotonic()  # when it came
+        self._changed_s = time.monotonic()  # when that came
         self._is_others = False  # whether the bucket is another run's now
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # held while `handle` changes, or its heartbeat is written
         self._idle_s = time.monotonic()  # when the last response was sent
         self._has_left = False
         self._said = ""  # the last line that was printed
@@ -138,10 +187,13 @@ class BucketLearner:
         """
         pause_s = store.FIRST_PAUSE_S
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
-            while (what := self.step()) != "over":
+            while True:
+                step = self.step()
+                if step == Step.OVER:
+                    break
                 self.learner.leaving |= processes.is_asked_to_stop()
                 pause_s = store.longer(pause_s)
-                if what == "done":
+                if step == Step.DONE:
                     pause_s = store.FIRST_PAUSE_S
                 elif self.learner.leaving and not self._is_awaited():
                     break
@@ -151,34 +203,39 @@ class BucketLearner:
                         return False
                     _check_patience(self._store, self._changed_s)
                 time.sleep(pause_s)
-        self._has_left = what == "nothing" and self._is_alive()
+
+        self._has_left = step == Step.NOTHING and self._is_alive()
         if self._has_left:
-            self.give_sign()
+            self.give_sign()  # a last one, by which the driver knows
         elif self.handle is not None:
             self._store.delete(self.handle.heartbeat_name())
         why = "left" if self.learner.leaving else "the run is over"
         self._say(f"{why}: {self.num_responses} responses")
         return True
 
-    def step(self) -> str:
-        """Look at the driver's heartbeat, and do the next request: "over", "done" or "nothing"."""
+    def step(self) -> Step:
+        """Look at the driver's heartbeat, and take a place in its run or do its next request."""
         if not self._find_driver():
-            return "nothing"
+            return Step.NOTHING
         if self.driver.is_over:
-            return "over"
+            return Step.OVER
         if self.handle is None:
-            return "done" if not self.learner.leaving and self._enlist() else "nothing"
-        if (own := self._own_requests()) is None:
+            if self.learner.leaving:
+                return Step.NOTHING
+            return Step.DONE if self._enlist() else Step.NOTHING
+
+        own = self._own_requests()
+        if own is None:
             number = self.handle.learner
             self._resign()
             if self.learner.leaving:
-                return "over"
+                return Step.OVER
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
-            return "done"
+            return Step.DONE
         if own.id.request <= self.num_responses:
-            return "nothing"
+            return Step.NOTHING
         self._do(self.handle.of(self.num_responses + 1))
-        return "done"
+        return Step.DONE
 
     def give_sign(self) -> None:
         """Write this learner's heartbeat, if it takes part."""
@@ -187,6 +244,7 @@ class BucketLearner:
                 self._store.put(self.handle.heartbeat_name(), store.to_json(self._heartbeat()))
 
     def _own_requests(self) -> LearnerRequests | None:
+        """Return the entry of this learner's place in the driver's heartbeat; None: it has none."""
         return next((e for e in self.driver.learners if e.id.of(0) == self.handle), None)
 
     def _is_awaited(self) -> bool:
@@ -195,12 +253,14 @@ class BucketLearner:
         return own is not None and own.num_read < self.num_responses
 
     def _heartbeat(self) -> LearnerHeartbeat:
+        """Return the next heartbeat, with what the learner says about itself."""
         self._count += 1
         self.learner.leaving |= processes.is_asked_to_stop()
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
         return LearnerHeartbeat(count=self._count, num_responses=self.num_responses, sign=sign)
 
     def _say(self, line: str) -> None:
+        """Print a line, unless the last one was the same."""
         if line != self._said:
             print(line, flush=True)
         self._said = line
@@ -213,11 +273,16 @@ class BucketLearner:
         return time.monotonic() - self._changed_s
 
     def _find_driver(self) -> bool:
-        """Read the heartbeat of the newest driver; return whether there is one that works."""
+        """Read the heartbeat of the newest driver, and say if it ends or is silent.
+
+        Returns False if no driver is known yet, or the last one has ended and may be started again.
+        True does not mean that the driver is alive: it may be silent, or the run may be over.
+        """
         heartbeat = self._read_driver(self.generation) if self.generation else None
         if heartbeat is not None and heartbeat.start == self.driver.start:
             if heartbeat.count > self.driver.count:
-                self._changed_s, self.driver = time.monotonic(), heartbeat
+                self._changed_s = time.monotonic()
+                self.driver = heartbeat
         if self.handle is None or not self._is_alive():
             self._find_newest()
         if self.driver.has_ended and not self.driver.is_over:
@@ -228,7 +293,11 @@ class BucketLearner:
         return self.generation > 0
 
     def _find_newest(self) -> None:
-        """Go to the driver that `run.json` names, if it has a heartbeat of another start."""
+        """Leave the known driver for the one that `run.json` names, if that is another.
+
+        They are told apart by the id of the driver's start in the heartbeat. Nothing changes if
+        there is no driver, or the bucket has become another run's.
+        """
         run = self._store.valid("run.json", RunDescription)
         self._is_others = run is not None and run.id != self._run_id
         if run is None or self._is_others:
@@ -237,7 +306,8 @@ class BucketLearner:
         if heartbeat is None or heartbeat.start == self.driver.start:
             return
         self._resign()
-        self.generation, self.driver = run.driver, heartbeat
+        self.generation = run.driver
+        self.driver = heartbeat
         self._store.signatures.start = heartbeat.start
         self._changed_s = time.monotonic()
 
@@ -245,28 +315,36 @@ class BucketLearner:
         """Take part no more; delete what was written after the driver had lost this learner."""
         if self.handle is not None:
             with self._writing:
-                before, self.handle = self.handle, None
+                before = self.handle
+                self.handle = None
             self._store.delete(
                 before.heartbeat_name(), before.of(self.num_responses).name("responses")
             )
 
     def _read_driver(self, generation: int) -> DriverHeartbeat | None:
+        """Read the heartbeat of a driver; None if there is no valid one."""
         return self._store.valid(f"driver/{generation}.json", DriverHeartbeat)
 
     def _enlist(self) -> bool:
-        """Become a learner of the run, if it has room for one, and this version is the driver's."""
+        """Take a free place in the driver's run; return whether there was one.
+
+        Raises ConfigError if the driver has another version of this package.
+        """
         check_version(self._store, self.driver.adloco_jax)
         free = [each.id for each in self.driver.learners if each.is_free]
         random.shuffle(free)
         for handle in free:
             with self._writing:
-                self.handle, self.num_responses = handle, 0
+                self.handle = handle
+                self.num_responses = 0
                 if not self._store.create(handle.heartbeat_name(), self._heartbeat()):
-                    self.handle = None
+                    self.handle = None  # another learner was first
                     continue
-            folder = self._workdir or Path(os.devnull)
-            folder = folder / f"{self.generation}-{self.driver.start[:8]}"  # one for each start
-            if self._workdir is not None:
+            start = f"{self.generation}-{self.driver.start[:8]}"  # a folder for each start
+            if self._workdir is None:
+                folder = Path(os.devnull) / start  # is never there, so nothing is logged
+            else:
+                folder = self._workdir / start
                 folder.mkdir(parents=True, exist_ok=True)
             self.learner.enlist(handle.learner, handle.incarnation, folder)
             self._say(f"joined as learner {handle.learner}")
@@ -277,58 +355,103 @@ class BucketLearner:
             self._say("the run has its learners; waiting to replace one")
         return False
 
-    def _do(self, request: RequestId) -> None:
-        """Run a request of the driver, and write the response."""
-        message, fault, start_s = ResponseMessage(id=request), None, time.monotonic()
-        ran, found = None, []
+    def _do(self, request_id: RequestId) -> None:
+        """Run a request of the driver, and write the response.
+
+        An error is written instead of a result, and then raised. What is `Refused` is only printed,
+        and the learner goes on.
+        """
+        start_s = time.monotonic()
+        waited_s = start_s - self._idle_s
+        message = ResponseMessage(id=request_id)
+        result = _Result(request=None, arrays=[])
+        fault: Exception | None = None
         try:
-            ran, found = self._execute(request)
+            result = self._execute(request_id)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
-            why, refused = f"{type(error).__name__}: {reason(error)}", isinstance(error, Refused)
-            message, fault = ResponseMessage(id=request, error=why, refused=refused), error
-        worked_s = time.monotonic() - start_s
-        self._store.put(request.name("responses"), store.pack(message, found))
-        sent_s, waited_s = time.monotonic() - start_s - worked_s, start_s - self._idle_s
-        self._idle_s, self.learner.uploading_s = time.monotonic(), sent_s
-        if ran and found:
-            tokens = self._spec.sequence_length * ran.num_sequences
-            computed_s = min(worked_s, sum(each.seconds for each in found))
-            loss = np.nanmean(np.concatenate([each.loss_SR for each in found]))
-            self._say(
-                f"round {ran.round} of trainer {ran.trainer}: loss {loss:.4g},"
-                f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
-                f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
+            fault = error
+            message = ResponseMessage(
+                id=request_id,
+                error=f"{type(error).__name__}: {reason(error)}",
+                refused=isinstance(error, Refused),
             )
-        self.num_responses = request.request
+        worked_s = time.monotonic() - start_s
+
+        self._store.put(request_id.name("responses"), store.pack(message, result.arrays))
+        sent_s = time.monotonic() - start_s - worked_s
+        self._idle_s = time.monotonic()
+        self.learner.uploading_s = sent_s
+
+        if result.request is not None:
+            self._say_round(
+                result.request,
+                result.arrays,
+                waited_s=waited_s,
+                worked_s=worked_s,
+                sent_s=sent_s,
+            )
+        self.num_responses = request_id.request
         self.give_sign()
         if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)
         elif fault is not None:
             raise fault
 
-    def _execute(self, which: RequestId) -> tuple[Request | None, list]:
-        """Run a request; return the round that ran, if one did, and what was found."""
-        spec, name = self._spec, which.name("requests")
+    def _say_round(
+        self,
+        request: Request,
+        responses: Sequence[Response],
+        *,
+        waited_s: float,
+        worked_s: float,
+        sent_s: float,
+    ) -> None:
+        """Print the mean loss of a round, its speed, and where its seconds went."""
+        tokens = self._spec.sequence_length * request.num_sequences
+        computed_s = min(worked_s, sum(response.seconds for response in responses))
+        loss = np.nanmean(np.concatenate([response.loss_SR for response in responses]))
+        self._say(
+            f"round {request.round} of trainer {request.trainer}: loss {loss:.4g},"
+            f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
+            f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
+        )
 
-        def form(message: RequestMessage) -> Any:
-            if message.id != which:
+    def _execute(self, request_id: RequestId) -> _Result:
+        """Read a request of the driver, and the parameters that it names, and run it.
+
+        Raises Refused if an object is not what it should be, or the learner has not the parameters
+        or states that the request needs.
+        """
+        spec = self._spec
+        name = request_id.name("requests")
+
+        def form(message: RequestMessage) -> Inputs | None:
+            if message.id != request_id:
                 raise Refused(f"{name}: another request")
             if message.request is None:
                 return None
             return inputs_form(spec, message.request, message.states)
 
         start_s = time.monotonic()
-        most = limit([state_form(spec)] * self._num_workers)
-        message, inputs, _ = self._store.read(name, most, RequestMessage, form)
-        request, params = message.request, message.params
+        most_bytes = limit([state_form(spec)] * self._num_workers)
+        message, inputs, _ = self._store.read(name, most_bytes, RequestMessage, form)
+        request = message.request
         if request is None:
             states = self.learner.states(message.wanted)
-            return None, [jax.device_get(pack_state(x, spec.outer.precision)) for x in states]
-        states = {s: unpack_state(x, spec) for s, x in inputs.inner_states.items()}
-        inputs = inputs._replace(inner_states=states)
-        whole = None
-        if params is not None:
-            want = sent_form(spec, request)
-            _, whole, _ = self._store.read(params, limit(want), Format, lambda _: want)
+            packed = [jax.device_get(pack_state(x, spec.outer.precision)) for x in states]
+            return _Result(request=None, arrays=packed)
+
+        inner_states = {
+            worker_id: unpack_state(packed, spec)
+            for worker_id, packed in inputs.inner_states.items()
+        }
+        inputs = inputs._replace(inner_states=inner_states)
+        params = None
+        if message.params is not None:
+            params_form = sent_form(spec, request)
+            _, params, _ = self._store.read(
+                message.params, limit(params_form), Format, lambda _: params_form
+            )
         self.learner.downloading_s = time.monotonic() - start_s
-        return request, self.learner.run_round(request, inputs, whole)
+        responses = self.learner.run_round(request, inputs, params)
+        return _Result(request, responses)
