@@ -11,6 +11,9 @@ Parameters, requests and responses are written once:
     params/GENERATION/INDEX.safetensors      parameters of a trainer, or their last update
     requests/GENERATION/LEARNER/REQUEST.safetensors    call of a learner's method
     responses/GENERATION/LEARNER/REQUEST.safetensors   result of the call
+
+A driver's generation is its number among the run's drivers; its start is a random id. `RequestId`
+names a learner's place, which is its number and incarnation, and a request to it.
 """
 
 import concurrent.futures
@@ -22,9 +25,9 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -36,6 +39,7 @@ from adloco_jax.elastic import store
 from adloco_jax.elastic.child import own_learner
 from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.learner import (
+    Inputs,
     LearnerSetup,
     Reply,
     pack_state,
@@ -74,12 +78,16 @@ class RequestCall:
 
     what: str  # the method; "ping" is answered by the heartbeat
     id: RequestId  # its `request` is, for "ping", the heartbeat's count when it was asked
-    form: list = dataclasses.field(default_factory=list)  # what the response must look like
+    # The trees of `jax.ShapeDtypeStruct` that the response must have, one for each worker or state.
+    form: list[PyTree] = dataclasses.field(default_factory=list)
     response: concurrent.futures.Future | None = None  # set once the response is being read
 
 
-def limit(form: Any) -> int:
-    """Return the largest accepted size of an object of this form, in bytes."""
+def limit(form: PyTree) -> int:
+    """Return the largest accepted size, in bytes, of an object with arrays of this form.
+
+    `form` is a tree of `jax.ShapeDtypeStruct`.
+    """
     return array_bytes(form) + _SLACK
 
 
@@ -92,7 +100,8 @@ def check_possible(settings: Settings, folder: Path) -> None:
     check_installed("obstore", "", "engine.kind = bucket")
     bucket = store.at(settings.engine.address, find_key(folder / "learners" / "key"))
     check_continues(bucket, settings, folder / "learners" / "id")
-    # Find out if this is permitted, and if an object that is there is kept.
+
+    # Try whether objects may be written, and whether the second leaves the first one there.
     is_new = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
     if all(is_new):
@@ -104,46 +113,72 @@ def check_possible(settings: Settings, folder: Path) -> None:
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: LearnerSetup, is_over: Callable[[], bool]
+    address: str, num_learners: int, setup: LearnerSetup, is_over: Callable[[], bool]
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run in a bucket, and print the command with which learners join.
 
-    Learners end with the driver if the run `is_over` then, or wait for it to be continued. Raises
-    ConfigError if the bucket cannot be used, holds another run, or has a driver that is alive.
+    At the end of the `with` block learners are told that the driver has ended. They leave if
+    `is_over()` returns True, and otherwise wait for the run to be continued. Raises ConfigError if
+    the bucket cannot be used, holds another run, or has a driver that is alive.
+
+    Args:
+      address: The bucket's, with a prefix.
+      num_learners: Number of learners that the run has at most.
+      setup: That from which each learner is made.
+      is_over: Returns whether the run is over.
     """
-    folder = Path(given.log).parent
+    folder = Path(setup.log).parent
     key = find_key(folder / "key")
     shown = '"$ADLOCO_KEY"' if given_key() else key
     command = f"ADLOCO_KEY={shown} adloco join {address}"
-    if given.by_fit:
+    if setup.by_fit:
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
     invitation = f"to join, on up to {num_learners} machines: {command}"
     keep_key(folder / "key", key)  # before anything is signed with it
     there = store.at(address, key)
-    driver = driving(there, given, is_over, invitation, lambda files: files.write_to(there))
-    with own_learner(given, address, is_over, secret=key), driver as made:
-        yield made
+
+    def offer(files: Library) -> None:
+        files.write_to(there)
+
+    driver = driving(there, setup, is_over, invitation, offer)
+    with own_learner(setup, address, is_over, secret=key), driver as transport:
+        yield transport
+
+
+def nobody(place: RequestId) -> str:
+    """Return no name for the learner in a place, as a bucket does not know who writes."""
+    return ""
 
 
 @contextlib.contextmanager
 def driving(
     there: Store,
-    given: LearnerSetup,
+    setup: LearnerSetup,
     is_over: Callable[[], bool],
     invitation: str,
     offer: Callable[[Library], None],
-    owner: Callable[[RequestId], str] = lambda place: "",
+    owner: Callable[[RequestId], str] = nobody,
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run whose objects are in a store, and print an invitation.
 
-    `offer` makes files available to learners; `owner` names the learner in a place, if it is known.
-    Otherwise as `connected`.
+    Args:
+      there: The store.
+      setup: That from which each learner is made.
+      is_over: Returns, at the end of the `with` block, whether the run is over.
+      invitation: The line that says how learners join.
+      offer: Makes the files that the driver serves available to learners.
+      owner: Returns the name of the learner in a place; empty if it is not known.
+
+    Raises:
+      ConfigError: If the store holds another run, or has a driver that is alive.
     """
-    folder, heartbeat_s = Path(given.log).parent, given.settings.engine.heartbeat_s
-    there.hold(given.settings.engine.link)
-    run = _description(there, given, folder / "id")
-    library = Library(given.files if given.settings.engine.serves else {})
-    there.signatures.run, there.signatures.start = run.id, uuid.uuid4().hex
+    folder = Path(setup.log).parent
+    heartbeat_s = setup.settings.engine.heartbeat_s
+    there.hold(setup.settings.engine.link)
+    run = _description(there, setup, folder / "id")
+    library = Library(setup.files if setup.settings.engine.serves else {})
+    there.signatures.run = run.id
+    there.signatures.start = uuid.uuid4().hex
     generation = next_generation(there, run.driver, heartbeat_s)
     offer(library)
     now = {"adloco_jax": __version__, "driver": generation, "files": library.files}
@@ -151,19 +186,24 @@ def driving(
     there.put("run.json", described)
     # Read, so that it is equal to what is found later.
     run = store.from_json(described, "run.json", RunDescription)
-    made = BucketTransport(there, run, given, owner)
+    transport = BucketTransport(there, run, setup, owner)
     _delete_rounds(there, generation)  # what a driver that was killed has left
     say(invitation)
     try:
-        with processes.every(heartbeat_s / SIGNS, lambda: made.act(made.give_sign)):
-            yield made
+        with processes.every(heartbeat_s / SIGNS, lambda: transport.act(transport.give_sign)):
+            yield transport
     finally:
-        made.close(is_over=is_over())
+        transport.close(is_over=is_over())
 
 
-def _description(bucket: Store, given: LearnerSetup, path: Path) -> RunDescription:
-    """Return `run.json`, which must be of the run that the file at `path` names, or a new one."""
-    if (run := _described(bucket, path)) is not None:
+def _description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescription:
+    """Return the run's description: that in the bucket, or a new one.
+
+    The file at `path` has the run's id; it is written if it is missing. Raises ConfigError if the
+    bucket holds another run.
+    """
+    run = _described(bucket, path)
+    if run is not None:
         return run
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():  # else learners of this run may be waiting
@@ -171,16 +211,19 @@ def _description(bucket: Store, given: LearnerSetup, path: Path) -> RunDescripti
     return RunDescription(
         id=path.read_text("utf-8"),
         adloco_jax=__version__,
-        fingerprint=given.fingerprint,
-        commit=given.commit,
-        base=given.base.fingerprint,
-        settings=given.settings.model_dump(),
-        by_fit=given.by_fit,
+        fingerprint=setup.fingerprint,
+        commit=setup.commit,
+        base=setup.base.fingerprint,
+        settings=setup.settings.model_dump(),
+        by_fit=setup.by_fit,
     )
 
 
 def _described(bucket: Store, path: Path) -> RunDescription | None:
-    """Return `run.json`, if it is there; it must have the id of the run that a file names."""
+    """Return the run's description, `run.json` of the bucket; None if there is none.
+
+    Raises ConfigError if it is damaged, or of another run than the file at `path` names.
+    """
     try:
         run = store.again(lambda: bucket.message("run.json", RunDescription))
     except Refused as error:
@@ -198,13 +241,17 @@ def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
 
     Raises ConfigError if not, or if `run.json` is of another run than the file at `path` names.
     """
-    if (run := _described(bucket, path)) is None:
+    run = _described(bucket, path)
+    if run is None:
         return
     before = run.settings
     there = flatten_dict(before, sep=".")
     now = settings.with_rows(before.get("num_rows", 0)).flat()  # as when the run began
-    matter = (key for key in OPTIONS if change(key) != "harmless" or key in _THEIRS)
-    differ = [f"{k} = {there.get(k)!r}, now {now[k]!r}" for k in matter if there.get(k) != now[k]]
+    differ = []
+    for key in OPTIONS:
+        matters = change(key) != "harmless" or key in _THEIRS
+        if matters and there.get(key) != now[key]:
+            differ.append(f"{key} = {there.get(key)!r}, now {now[key]!r}")
     if differ:
         raise ConfigError(
             f"{bucket.url}: learners there have {'; '.join(differ)}; change it back, or name"
@@ -212,32 +259,48 @@ def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
         )
 
 
-def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
-    """Begin as the next driver, once the `last` one or a later gives no sign; return its number.
+class _Driver(NamedTuple):
+    """A driver of the run, as the bucket shows it."""
 
-    A store may show an older list or heartbeat for a while, so one that changes is looked at again.
+    generation: int  # its number, from 1 on; 0: no driver has begun
+    heartbeat: DriverHeartbeat
+
+
+def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
+    """Begin as the run's next driver, and return its number, the generation.
+
+    `last` is the number of the last driver in `run.json`; 0 if there was none. This process waits
+    until the newest driver has ended, or has given no sign for `heartbeat_s`. A store may show an
+    older heartbeat for a while, so that one which changes is waited for again. Raises ConfigError
+    if a driver is alive.
     """
-    start_s = changed_s = time.monotonic()
-    generation, heartbeat = _newest(bucket, last)
-    if not heartbeat.has_ended:
+    start_s = time.monotonic()
+    changed_s = start_s
+    newest = _newest(bucket, last)
+    if not newest.heartbeat.has_ended:
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
     while time.monotonic() <= start_s + 2 * heartbeat_s:
         start = bucket.signatures.start
         begun = DriverHeartbeat(start=start, count=0, adloco_jax=__version__)
-        is_free = heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
-        if is_free and bucket.create(f"driver/{generation + 1}.json", begun):
-            return generation + 1
+        is_free = newest.heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
+        generation = newest.generation + 1
+        if is_free and bucket.create(f"driver/{generation}.json", begun):
+            return generation
         time.sleep(min(1.0, heartbeat_s / SIGNS))
-        before, (generation, heartbeat) = (generation, heartbeat), _newest(bucket, generation)
-        if before != (generation, heartbeat):
+        before = newest
+        newest = _newest(bucket, before.generation)
+        if newest != before:
             changed_s = time.monotonic()
     raise ConfigError(
         f"{bucket.url}: another driver runs there; wait for it, or name another prefix"
     )
 
 
-def _newest(bucket: Store, generation: int) -> tuple[int, DriverHeartbeat]:
-    """Return the number of the newest driver, from `generation` on, and its heartbeat."""
+def _newest(bucket: Store, generation: int) -> _Driver:
+    """Return the newest driver of the run, from the number `generation` on.
+
+    If that one has no heartbeat, it is silent; a driver 0 has ended, as no driver has begun.
+    """
 
     def read(number: int) -> DriverHeartbeat | None:
         try:
@@ -245,16 +308,25 @@ def _newest(bucket: Store, generation: int) -> tuple[int, DriverHeartbeat]:
         except Refused:
             return DriverHeartbeat(count=0)  # the number is taken
 
-    heartbeat = read(generation) or DriverHeartbeat(count=0, has_ended=not generation)
-    while (found := read(generation + 1)) is not None:
-        generation, heartbeat = generation + 1, found
-    return generation, heartbeat
+    heartbeat = read(generation)
+    if heartbeat is None:
+        heartbeat = DriverHeartbeat(count=0, has_ended=generation == 0)
+    while True:
+        later = read(generation + 1)
+        if later is None:
+            return _Driver(generation, heartbeat)
+        generation += 1
+        heartbeat = later
 
 
 def _delete_rounds(bucket: Store, last: int) -> None:
-    """Delete what drivers up to the `last` one have left."""
-    named = [re.match(r"(?:params|requests|responses)/(\d+)/", name) for name in bucket.names()]
-    bucket.delete(*(found.string for found in named if found and int(found[1]) <= last))
+    """Delete what drivers up to the `last` one have left: parameters, requests and responses."""
+    old = []
+    for name in bucket.names():
+        match = re.match(r"(?:params|requests|responses)/(\d+)/", name)
+        if match and int(match[1]) <= last:
+            old.append(name)
+    bucket.delete(*old)
 
 
 @dataclasses.dataclass
@@ -265,10 +337,12 @@ class _Exchange:
     num_asked: int = 0  # requests that have been submitted
     num_read: int = 0  # responses that have been read
     heartbeat: LearnerHeartbeat | None = None  # the newest; None: no machine has the number
-    writes: concurrent.futures.Future | None = None  # the newest request's; after earlier requests
-    look: concurrent.futures.Future | None = None  # a request for the heartbeat that has not ended
-    next_s: float = 0.0  # when to look at the heartbeat next, or when the look began
-    pause_s: float = store.FIRST_PAUSE_S
+    # The thread that writes the newest request, once earlier ones are written; None: no request.
+    writes: concurrent.futures.Future | None = None
+    # The thread that reads the heartbeat; None between two looks.
+    look: concurrent.futures.Future | None = None
+    next_s: float = 0.0  # when to look at the heartbeat next or, during a look, when it began
+    pause_s: float = store.FIRST_PAUSE_S  # between two looks
 
 
 class BucketTransport:
@@ -280,19 +354,32 @@ class BucketTransport:
         self,
         bucket: Store,
         run: RunDescription,
-        given: LearnerSetup,
-        owner: Callable[[RequestId], str] = lambda place: "",
+        setup: LearnerSetup,
+        owner: Callable[[RequestId], str] = nobody,
     ):
-        self._store, self._run, self._generation, self._spec = bucket, run, run.driver, given.spec
-        self._owner = owner  # names the learner in a place
-        self._exchanges: dict[int, _Exchange] = {}
-        self._params: dict[Any, list[str]] = {}  # names in the bucket, by kind
+        """Begin without a learner.
+
+        Args:
+          bucket: The run's objects.
+          run: The run's description, with the number of this driver.
+          setup: That from which each learner is made.
+          owner: Returns the name of the learner in a place; empty if it is not known.
+        """
+        self._store = bucket
+        self._run = run
+        self._generation = run.driver
+        self._spec = setup.spec
+        self._owner = owner
+        self._exchanges: dict[int, _Exchange] = {}  # by the learner's number
+        self._params: dict[Hashable, list[str]] = {}  # names in the bucket, by kind
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
-        self._num_params, self._count = itertools.count(), itertools.count(1)
-        self._late_s = given.settings.engine.heartbeat_s / SIGNS
+        self._num_params = itertools.count()  # parameters that were stored
+        self._count = itertools.count(1)  # own signs of life
+        self._late_s = setup.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
-        self._writing, self._is_closed = threading.Lock(), False
+        self._writing = threading.Lock()  # held while a heartbeat is made and written
+        self._is_closed = False
         self._cleared: set[str] = set()  # names of foreign objects that were deleted
         self._fault: BaseException | None = None  # an error of a thread
 
@@ -308,6 +395,7 @@ class BucketTransport:
         self._sign_s = math.inf
 
     def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
+        """Write the heartbeat, with the state of each exchange; none follows the last one."""
         with self._writing:
             if self._is_closed and not has_ended:
                 return
@@ -324,28 +412,34 @@ class BucketTransport:
             )
             self._store.put(f"driver/{self._generation}.json", store.to_json(heartbeat))
 
-    def put(self, params: PyTree, kind: Any) -> tuple[str, int]:
-        """Begin to write a trainer's parameters, or their update: a `kind` of object.
+    def put(self, params: PyTree, kind: Hashable) -> tuple[str, int]:
+        """Begin to write a trainer's parameters, or their update; return their name, and bytes.
 
-        The last one of a kind stays, for learners that are late; earlier ones are deleted.
+        `kind` says which these are. The object before of a kind stays, for learners that are late;
+        earlier ones are deleted.
         """
         name = f"params/{self._generation}/{next(self._num_params)}.safetensors"
-        there = self._params.setdefault(kind, [])
-        old, there[:] = there[:-1], [*there[-1:], name]
+        names = self._params.get(kind, [])
+        old = names[:-1]
+        self._params[kind] = [*names[-1:], name]
         data = store.pack(Format(), params)
 
         def write() -> None:
             self._store.delete(*old)
             self._store.put(name, data)
 
-        self._writes = {n: w for n, w in self._writes.items() if n not in old}
+        for each in old:
+            self._writes.pop(each, None)
         self._writes[name] = self._begin(write)
         return name, len(data)
 
     def _begin(
         self, write: Callable[[], None], *after: concurrent.futures.Future | None
     ) -> concurrent.futures.Future:
-        """Call a function in a thread, after other calls have ended."""
+        """Call a function in a thread, after other calls have ended; return its future.
+
+        `after` are futures of the other calls, or None. `poll` raises the function's error.
+        """
 
         def act() -> None:
             for each in filter(None, after):
@@ -356,33 +450,41 @@ class BucketTransport:
         return store.aside(act)
 
     def act(self, act: Callable[[], None]) -> None:
-        """Call a function in a thread; the main thread raises its error."""
+        """Call a function in the present thread; `poll`, in the main thread, raises its error."""
         try:
             act()
         except Exception as error:  # deliberately broad: `poll` raises it
             self._fault = error
 
     def start(self, number: int, incarnation: int) -> RequestId:
-        """Let a machine become a learner, and return a handle for calls to it."""
+        """Offer a place to machines that want to join; return its handle for calls."""
         handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
         self._begin(self._write_heartbeat)
         return handle
 
-    def submit(self, handle: RequestId, method: Any, **arguments: Any) -> tuple[RequestCall, int]:
-        """Call a method of a learner; return the call, for `poll`, and the request's bytes."""
+    # `**arguments` are those of the method: fields of `RequestMessage`, and `inputs`.
+    def submit(self, handle: RequestId, method: str, **arguments: Any) -> tuple[RequestCall, int]:
+        """Call a method of a learner; return the call, for `poll`, and the request's bytes.
+
+        A "ping" writes nothing: the learner's next heartbeat answers it.
+        """
         exchange = self._exchanges[handle.learner]
         if method == "ping":
             count = 0 if exchange.heartbeat is None else exchange.heartbeat.count
             return RequestCall(method, handle.of(count)), 0
+
         exchange.num_asked += 1
         call = RequestCall(method, handle.of(exchange.num_asked))
-        if inputs := arguments.pop("inputs", None):
-            request, arguments["states"] = arguments["request"], [*inputs.inner_states]
+        inputs: Inputs | None = arguments.pop("inputs", None)
+        if inputs is not None:
+            request = arguments["request"]
             call.form = [response_form(self._spec, request, work) for work in request.work]
-            states, precision = inputs.inner_states, self._spec.outer.precision
-            states = {s: jax.device_get(pack_state(x, precision)) for s, x in states.items()}
-            inputs = inputs._replace(inner_states=states)
+            packed = {}
+            for worker_id, state in inputs.inner_states.items():
+                packed[worker_id] = jax.device_get(pack_state(state, self._spec.outer.precision))
+            inputs = inputs._replace(inner_states=packed)
+            arguments["states"] = [*packed]
         message = RequestMessage(id=call.id, **arguments)
         call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
@@ -398,9 +500,10 @@ class BucketTransport:
         return call, len(data)
 
     def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
-        """Wait until a call has ended or the time is over.
+        """Return the replies to calls that have ended; wait until one has, or the time is over.
 
-        Raises ResourceError if another driver has taken over.
+        A driver without a link to the bucket waits on. Raises ResourceError if another driver has
+        taken over, or the error of a thread.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -417,23 +520,34 @@ class BucketTransport:
                 time.sleep(0.2)  # a driver that cannot see learners must not judge them
 
     def _is_cut_off(self) -> bool:
-        # The link does not work if a sign takes long, or if no look has returned since one began
-        # that is late.
+        """Whether the link to the bucket seems not to work.
+
+        Writing a sign of life has taken long, or a look at a heartbeat has, and no other look has
+        returned since it began.
+        """
         late_s = time.monotonic() - self._late_s
         late = [e for e in self._exchanges.values() if self._returned_s < e.next_s < late_s]
         return self._sign_s < late_s or any(e.look and not e.look.done() for e in late)
 
     def _look(self, exchange: _Exchange) -> None:
-        """Take the heartbeat of a learner if it has come, or request it if it is time."""
+        """Take the heartbeat of a learner if it has come, or request it if it is time.
+
+        The pauses between looks grow. They are short again once the learner has joined, or has
+        written a response.
+        """
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
-                name, is_free = exchange.id.heartbeat_name(), exchange.heartbeat is None
+                name = exchange.id.heartbeat_name()
+                is_free = exchange.heartbeat is None
                 exchange.look = store.aside(self._read_heartbeat, name, is_free)
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
             return
-        heartbeat, exchange.look, self._returned_s = exchange.look.result(), None, time.monotonic()
+
+        heartbeat = exchange.look.result()
+        exchange.look = None
+        self._returned_s = time.monotonic()
         exchange.pause_s = store.longer(exchange.pause_s)
         before = exchange.heartbeat
         if heartbeat is not None and (before is None or heartbeat.count > before.count):
@@ -445,7 +559,11 @@ class BucketTransport:
         exchange.next_s = time.monotonic() + exchange.pause_s
 
     def _read_heartbeat(self, name: str, is_free: bool) -> LearnerHeartbeat | None:
-        """Read a learner's heartbeat; a free place is cleared of what is none of this start."""
+        """Read the heartbeat with a name; None if there is none, or it is refused.
+
+        `is_free` says that no learner has the place yet. Then an object that is refused, such as
+        one of an earlier start of the driver, is deleted, as it keeps learners out.
+        """
 
         def read() -> LearnerHeartbeat | None:
             return self._store.message(name, LearnerHeartbeat)
@@ -463,13 +581,19 @@ class BucketTransport:
             return None
 
     def _reply(self, call: RequestCall) -> Reply | None:
+        """Return the reply to a call; None if it has not come yet.
+
+        A response is read in a thread, which begins once the learner's heartbeat counts it.
+        """
         exchange = self._exchanges[call.id.learner]
-        if (heartbeat := exchange.heartbeat) is None:
+        heartbeat = exchange.heartbeat
+        if heartbeat is None:
             return None
         if call.what == "ping":
             is_new = heartbeat.sign.has_left or heartbeat.count != call.id.request
-            sign = heartbeat.sign.model_copy(update={"owner": self._owner(call.id)})
-            return Reply(sign) if is_new else None
+            if not is_new:
+                return None
+            return Reply(heartbeat.sign.model_copy(update={"owner": self._owner(call.id)}))
         if call.response is not None and call.response.done():
             exchange.num_read = max(exchange.num_read, call.id.request)
             return call.response.result()
@@ -478,22 +602,30 @@ class BucketTransport:
         return None
 
     def _read(self, call: RequestCall) -> Reply:
+        """Read the response to a call, and delete it with its request.
+
+        A response that is not what it should be is a reply of `Refused`, like a request that the
+        learner has refused.
+        """
         name = call.id.name("responses")
 
-        def form_of(message: ResponseMessage) -> Any:
+        def form_of(message: ResponseMessage) -> list[PyTree] | None:
             if message.id != call.id:
                 raise Refused(f"{name}: responds to another request")
             return None if message.error else call.form
 
         try:
-            how = name, limit(call.form), ResponseMessage, form_of
-            message, value, size = self._store.read(*how)
+            message, value, size = self._store.read(
+                name, limit(call.form), ResponseMessage, form_of
+            )
             if message.refused:
-                value = Refused(f"it refused the request: {said(message.error)}")
-            elif call.what == "states" and not message.error:
+                fault = Refused(f"it refused the request: {said(message.error)}")
+                return Reply(fault, num_bytes=size)
+            if message.error:
+                return Reply(value, error=said(message.error), num_bytes=size)
+            if call.what == "states":
                 value = [unpack_state(state, self._spec) for state in value]
-            error = said(message.error) if message.error and not message.refused else ""
-            return Reply(value, error, size)
+            return Reply(value, num_bytes=size)
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
@@ -502,9 +634,10 @@ class BucketTransport:
     def kill(self, handle: RequestId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
         exchange = self._exchanges.pop(handle.learner)
-        left = [handle.heartbeat_name()]
+        left = [handle.heartbeat_name()]  # names of objects
         for request in range(exchange.num_read + 1, exchange.num_asked + 1):
-            left += [handle.of(request).name(part) for part in ("requests", "responses")]
+            left.append(handle.of(request).name("requests"))
+            left.append(handle.of(request).name("responses"))
         self._begin(self._write_heartbeat)
         self._begin(lambda: self._store.delete(*left), exchange.writes)
 
@@ -518,7 +651,9 @@ class BucketTransport:
             self._write_heartbeat(is_over=is_over, has_ended=True)
             _delete_rounds(self._store, self._generation)
 
-        self._is_closed, self._fault, until_s = True, None, math.inf
+        self._is_closed = True
+        self._fault = None
+        until_s = math.inf  # without a signal
         ending = store.aside(self.act, end)
         while not ending.done() and time.monotonic() < until_s:
             time.sleep(0.02)

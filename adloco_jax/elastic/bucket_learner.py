@@ -59,7 +59,8 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
     """Open the bucket at an address, or connect to the driver that a ticket names.
 
     A request that fails for `patience_s` seconds raises ResourceError. `key` is this learner's
-    secret key for a ticket; None: a new one. Raises ConfigError if a bucket's key is not set.
+    secret key for a ticket; None: that of its user. Raises ConfigError if the key of a bucket is
+    not set.
     """
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")
