@@ -125,13 +125,13 @@ def test_logits_and_the_adapters_gradients_are_those_of_transformers_and_peft(na
     }
     rows = jnp.asarray(TOKENS, jnp.int32)
     grads = jax.grad(next_token_loss(network))(loaded.params, rows, base=base)
-    for tensor in hf._low_rank(network):
+    for tensor in hf._adapter_tensors(network):
         leaf = grads
         for part in tensor.path:
             leaf = leaf[part]
         wanted = theirs[tensor.name]
         near = {"rtol": 1e-4, "atol": 1e-5 * np.abs(wanted).max()}
-        np.testing.assert_allclose(tensor.of(np.asarray(leaf)), wanted, **near)
+        np.testing.assert_allclose(tensor.view_in(np.asarray(leaf)), wanted, **near)
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-Every tensor's name, shape and type is checked; `models.weight_maps` has the names.
+A *checkpoint* is a folder in this layout, or one on the hub or at an address. An *adapter* is a
+folder in PEFT's layout, with low-rank matrices (LoRA) for a checkpoint, its *base*. A *tensor* is a
+named array in a safetensors file. A *leaf* is an array of this package's parameter tree: one leaf
+with the axis N of layers holds N tensors of one name. `models.weight_maps` has the names. Every
+tensor's name, shape and type is checked before any of its values are used.
 """
 
 import collections
@@ -35,30 +39,43 @@ from adloco_jax.models.quantised import QUANTISED, quantise
 from adloco_jax.models.weight_maps import Unusable, WeightMap
 from adloco_jax.settings import ModelSettings
 
-_JSON: Any = {"max_bytes": 2**26, "links": True}  # how config.json and an index file are read
+_MAX_JSON_BYTES = 2**26  # of config.json, an index file, and other files of a checkpoint
+# The names that safetensors has for the dtypes that are read, and NumPy's names.
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # The files that may have the weights, or an index of other files; the first that exists is read.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Buffers (constant tensors) that old versions of transformers saved; config.json determines them.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
 _CONVERT = "convert with `save_pretrained(..., safe_serialization=True)`"
+# Names of tensors that belong to the head of some class of `transformers`.
 _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
+# From the last name of a leaf's path to the tensor's name, with `{}` for the module's name there.
+# All other leaves ("kernel", "scale", "embedding") are `{}.weight`.
+_TENSORS = {
+    "bias": "{}.bias",
+    "lora_a": "base_model.model.{}.lora_A.weight",
+    "lora_b": "base_model.model.{}.lora_B.weight",
+}
+_TRANSPOSED = ("kernel", "lora_a", "lora_b")  # leaves [in, out], which are tensors [out, in]
 
-_TENSORS = {"bias": "{}.bias"}
-_TENSORS |= {f"lora_{x}": f"base_model.model.{{}}.lora_{x.upper()}.weight" for x in "ab"}
-_TRANSPOSED = ("kernel", "lora_a", "lora_b")
-# Keys of an adapter_config.json that are read, or change no output of a trained adapter.
+# Keys of an adapter_config.json that are read.
 _READ = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "revision"}
+# Keys that change no output of a trained LoRA adapter, whatever they say.
 _HARMLESS = {"auto_mapping", "inference_mode", "lora_dropout", "peft_version", "task_type"}
-_HARMLESS |= {"layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"}  # of others
-# Those of an initialisation, which `init_lora_weights` names.
+# Keys that matter to other kinds of adapters only.
+_HARMLESS |= {"layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"}
+# Keys about one kind of initialisation, which `init_lora_weights` names.
 _HARMLESS |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
-# What all other keys, also those that are not known, may say: these, or nothing. PEFT's other
+# Every other key, known or not, must be empty or false, or say one of these values. PEFT's other
 # initialisations change the base weights, also when an adapter is loaded.
-_PLAIN = {"peft_type": ["LORA"], "bias": ["none"]}
-_PLAIN |= {"init_lora_weights": [True, "gaussian", "eva", "orthogonal", "mica"]}
+_PLAIN = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "eva", "orthogonal", "mica"],
+}
 
 
 class PretrainedModel(NamedTuple):
@@ -66,17 +83,18 @@ class PretrainedModel(NamedTuple):
 
     Attributes:
       network: The model, in float32; `network.clone(dtype=...)` computes in another dtype.
-      params: Its parameters, NumPy arrays, of which some are transposed views; None from `inspect`.
+      params: Its parameters, a tree of float32 NumPy arrays, of which some are transposed views.
+        None from `inspect`. If `base` is given: the adapter's parameters, or None without adapter.
       stored_as: Dtypes of the weights in the checkpoint, such as `("bfloat16",)`; empty if only
         `config.json` was read.
       left_out: Names of tensors that were not read: they belong to a head that the model lacks.
       config: The content of the checkpoint's `config.json`, for `save`.
       lacks: Name of the head among the parameters, if the checkpoint has none; else empty.
-      ends: Ids at which generation stops by the checkpoint, of its generation_config.json, or else
-        its config.json.
-      base: The frozen weights as programs take them, if asked for: `params` are then the
-        adapter's, or None.
-      sha256: Hash of the weights as published, without an adapter.
+      ends: Ids at which generation stops: those that the checkpoint's generation_config.json names,
+        or else its config.json.
+      base: Tree of the frozen weights, in the layout of `as_held`. None: no weights are frozen.
+      sha256: Hash of the stored weights, in hexadecimal digits, without those of an adapter. Empty
+        from `inspect`.
     """
 
     network: nn.Module
@@ -91,18 +109,21 @@ class PretrainedModel(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """Return the Hugging Face names of a model's parameters, if an architecture has any."""
-    for known in _weight_maps():
-        if type(network) is known.model:
-            return known
+    """Return the Hugging Face names of a model's parameters; None if no architecture has any."""
+    for names in _weight_maps():
+        if type(network) is names.model:
+            return names
     return None
 
 
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, and the place of its values in this package's parameter tree.
 
-    `path` is that of the leaf with its values, and `layer` the index on the leaf's first axis if it
-    stacks layers, else `...`. `transposed` says whether the checkpoint has the leaf's transpose.
+    Attributes:
+      name: Name in the checkpoint, such as `model.layers.0.mlp.up_proj.weight`.
+      path: Keys from the root of the tree to the leaf with the values.
+      layer: Index on the leaf's first axis if the leaf stacks layers, else `...`.
+      transposed: Whether the checkpoint has the transpose of the leaf, or of the layer's part.
     """
 
     name: str
@@ -110,36 +131,44 @@ class Tensor(NamedTuple):
     layer: int | EllipsisType
     transposed: bool
 
-    def of(self, leaf: np.ndarray) -> np.ndarray:
-        """Return the part of `leaf`, the array at `path`, that is this tensor, as a view."""
+    def view_in(self, leaf: np.ndarray) -> np.ndarray:
+        """Return the part of the array at `path` that is this tensor, as a view in its shape."""
         part = leaf[self.layer]
         return part.T if self.transposed else part
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """Return an array for the leaf, in whose memory the tensor is contiguous."""
+    def empty_leaf(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Return an uninitialised array of the leaf's `shape`, in which this tensor is contiguous.
+
+        A transposed tensor is so if the memory has the leaf's last two axes in the other order.
+        """
         if not self.transposed:
             return np.empty(shape, dtype)
-        return np.empty((*shape[:-2], *shape[:-3:-1]), dtype).swapaxes(-1, -2)
+        *stacked, num_inputs, num_outputs = shape
+        return np.empty((*stacked, num_outputs, num_inputs), dtype).swapaxes(-1, -2)
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """List the tensors of a model's checkpoint in Hugging Face layout."""
-    found = []
+    """List the tensors that a checkpoint of the model has, in the order of the parameter tree.
+
+    Tensors of an adapter are listed too, if the network has one. `names` is the map of the
+    network's class.
+    """
+    listed = []
     for path, leaf in _leaves(param_shapes(network)).items():
         *modules, kind = path
         module = names.modules["/".join(modules)]
         name = _TENSORS.get(kind, "{}.weight").replace("{}", module)
         transposed = kind in _TRANSPOSED
-        if "{}" not in name:
-            found.append(Tensor(name, path, ..., transposed))
+        if "{}" not in name:  # no number of a layer
+            listed.append(Tensor(name, path, layer=..., transposed=transposed))
             continue
         for layer in range(leaf.shape[0]):
-            found.append(Tensor(name.format(layer), path, layer, transposed))
-    return found
+            listed.append(Tensor(name.format(layer), path, layer=layer, transposed=transposed))
+    return listed
 
 
-def _low_rank(network: nn.Module) -> list[Tensor]:
-    """List the tensors of a model's adapter, as PEFT names them."""
+def _adapter_tensors(network: nn.Module) -> list[Tensor]:
+    """List the tensors of a model's adapter, as PEFT names them; empty if it has no adapter."""
     names = weight_map(network)
     assert names is not None, "only models with names can have an adapter"
     return [tensor for tensor in tensors(network, names) if ".lora_" in tensor.name]
@@ -195,21 +224,28 @@ def load(
                 as_trained=as_trained,
                 key=key,
             )
-        found, stored = _checked(folder, needs_head=head)
+        model, stored = _check_checkpoint(folder, needs_head=head)
+
         digest = hashlib.sha256()
-        params = base = None
+        params = None
+        base = None
         if base_dtype is None:
-            params = _values(found.network, stored, digest)
+            params = _read_params(model.network, stored, digest)
         else:
-            base = _frozen(stored, base_dtype, digest)
-        ends = stop_ids(folder, getattr(found.network, "vocab_size", 0))
-        return found._replace(params=params, base=base, sha256=digest.hexdigest(), ends=ends)
+            base = _read_frozen(stored, base_dtype, digest)
+
+        ends = stop_ids(folder, getattr(model.network, "vocab_size", 0))
+        return model._replace(params=params, base=base, sha256=digest.hexdigest(), ends=ends)
 
 
-def _read(
-    stored: "Mapping[Tensor, _Stored]", digest: "hashlib._Hash"
+def _read_values(
+    stored: "Mapping[Tensor, _StoredTensor]", digest: "hashlib._Hash"
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Read tensors one at a time, as they are stored; add each to a hash."""
+    """Yield each tensor with its values, in the checkpoint's shape; add these to `digest`.
+
+    A tensor is read when the iterator gets there. Values have the stored dtype, but float32 instead
+    of float64. Raises DataError if a value is not finite.
+    """
     for tensor, where in stored.items():
         values = where.read()
         digest.update(f"{tensor.name} {where.kind} {where.shape}".encode())
@@ -221,48 +257,69 @@ def _read(
         yield tensor, values
 
 
-def _values(
-    network: nn.Module, stored: "Mapping[Tensor, _Stored]", digest: "hashlib._Hash"
+def _read_params(
+    network: nn.Module, stored: "Mapping[Tensor, _StoredTensor]", digest: "hashlib._Hash"
 ) -> PyTree:
-    """Read tensors; return the parameters that they are, float32."""
-    shapes, leaves = _leaves(param_shapes(network)), {}
-    for tensor, values in _read(stored, digest):
+    """Read tensors and return them as a tree of float32 parameters; add their values to `digest`.
+
+    The tree has those leaves of the network's parameters that `stored` has tensors for. If it has a
+    tensor of one layer, it has those of all layers.
+    """
+    shapes = _leaves(param_shapes(network))
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    for tensor, values in _read_values(stored, digest):
         if tensor.path not in leaves:
-            leaves[tensor.path] = tensor.empty(shapes[tensor.path].shape, "float32")
-        tensor.of(leaves[tensor.path])[...] = values
+            leaves[tensor.path] = tensor.empty_leaf(shapes[tensor.path].shape, "float32")
+        tensor.view_in(leaves[tensor.path])[...] = values
     return unflatten_dict(leaves)
 
 
-def _frozen(stored: "Mapping[Tensor, _Stored]", dtype: str, digest: "hashlib._Hash") -> PyTree:
-    """Read tensors; return them as `as_held` does. The host has one tensor that is not yet so."""
-    whole = {}
-    apart = collections.defaultdict(list)  # a leaf for each layer
-    for tensor, values in _read(stored, digest):
-        held = _held(tensor.path, values.T if tensor.transposed else values, dtype)
+def _read_frozen(
+    stored: "Mapping[Tensor, _StoredTensor]", dtype: str, digest: "hashlib._Hash"
+) -> PyTree:
+    """Read tensors and return them as a tree of frozen weights; add their values to `digest`.
+
+    The tree has the layout of `as_held`, and `dtype` is a value of `model.base_dtype`. Each tensor
+    is converted before the next is read: the host has one at a time in the stored dtype. Tensors of
+    a leaf come in the order of the layers.
+    """
+    leaves: dict[tuple[str, ...], Any] = {}
+    layers_of_leaves = collections.defaultdict(list)  # by path, the weights of all layers
+    for tensor, values in _read_values(stored, digest):
+        values = values.T if tensor.transposed else values
+        weight = _convert_frozen(tensor.path, values, dtype)
         if tensor.layer is ...:
-            whole[tensor.path] = held
+            leaves[tensor.path] = weight
         else:
-            apart[tensor.path].append(held)
-    layers = {path: tuple(arrays) for path, arrays in apart.items()}
-    return unflatten_dict(whole | layers)
+            layers_of_leaves[tensor.path].append(weight)
+
+    for path, weights in layers_of_leaves.items():
+        leaves[path] = tuple(weights)
+    return unflatten_dict(leaves)
 
 
 def as_held(base: PyTree, dtype: str) -> PyTree:
-    """Hold frozen weights as `model.base_dtype` says: only matrices of layers are quantised.
+    """Convert a tree of float weights to frozen ones of a `model.base_dtype`.
 
-    Those of layers are unstacked, because programs would copy a stack to take one out.
+    Each leaf below "layers", with a leading axis of N layers, becomes a tuple of N weights, because
+    programs would copy a stack to take one out. A matrix of a layer becomes a `Quantised` if
+    `dtype` is "int8" or "nf4"; all other weights are then bfloat16. With a float `dtype` all
+    weights have that dtype.
     """
-    held = {}
+    leaves: dict[tuple[str, ...], Any] = {}
     for path, leaf in _leaves(base).items():
         if path[0] == "layers":
-            held[path] = tuple(_held(path, part, dtype) for part in leaf)
+            leaves[path] = tuple(_convert_frozen(path, weight, dtype) for weight in leaf)
         else:
-            held[path] = _held(path, leaf, dtype)
-    return unflatten_dict(held)
+            leaves[path] = _convert_frozen(path, leaf, dtype)
+    return unflatten_dict(leaves)
 
 
-def _held(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
-    """Hold the weight of a layer, or one that no layer has."""
+def _convert_frozen(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
+    """Convert one array of frozen weights, that of one layer or outside layers, as `as_held` says.
+
+    `path` is that of its leaf in the parameter tree. Returns an array or a `Quantised`.
+    """
     if dtype not in QUANTISED:
         return weight.astype(dtype, copy=False)
     if path[0] == "layers" and path[-1] == "kernel":
@@ -279,144 +336,211 @@ def _load_adapter(
     as_trained: bool,
     key: str,
 ) -> PretrainedModel:
-    """Read an adapter in PEFT's layout, and the model for which it was made."""
-    content = _adapter_config(folder)
-    name, revision = content["base_model_name_or_path"], content.get("revision")
-    stored = _open(folder / _ADAPTER_WEIGHTS)
+    """Read an adapter in a folder of this machine, and its base, which its config names.
+
+    The other arguments are those of `load`. The result's `network` and `params` have the adapter,
+    unless `merges` adds it to the weights. With frozen weights (`base_dtype`, or the recorded one)
+    `base` has the base's weights and `params` the adapter's only; then `merges` has no effect.
+    """
+    content = _read_adapter_config(folder)
+    stored = _list_file(folder / _ADAPTER_WEIGHTS)
     with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
         metadata = file.metadata() or {}
+
+    base_name = content["base_model_name_or_path"]
     if as_trained:
         base_dtype = metadata.get("base_dtype") or None
-    loaded = load(name, head=head, base_dtype=base_dtype, revision=revision, key=key)
-    network = _adapted(folder, loaded.network, content)
-    wanted = {tensor: tensor.name for tensor in _low_rank(network)}
+    model = load(
+        base_name, head=head, base_dtype=base_dtype, revision=content.get("revision"), key=key
+    )
+    network = _with_adapter_of(folder, model.network, content)
+
+    wanted = {tensor: tensor.name for tensor in _adapter_tensors(network)}
     faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
-    faults += _unfit(folder, wanted, stored, network)
+    faults += _missing_or_wrong(folder, wanted, stored, network)
     if faults:
-        raise DataError(_listed(faults))
-    require_same_base(loaded, metadata.get("base_sha256", ""), f"{folder}: {name}")
-    own = {tensor: stored[name] for tensor, name in wanted.items()}
-    low_rank = _values(network, own, hashlib.sha256())
-    if loaded.base is not None:
-        return loaded._replace(network=network, params=low_rank)
-    params = with_adapter(loaded.params, low_rank)
+        raise DataError(_fault_lines(faults))
+    require_same_base(model, metadata.get("base_sha256", ""), f"{folder}: {base_name}")
+
+    adapter_stored = {tensor: stored[name] for tensor, name in wanted.items()}
+    adapter_params = _read_params(network, adapter_stored, hashlib.sha256())  # the hash is not used
+    if model.base is not None:
+        return model._replace(network=network, params=adapter_params)
+    params = with_adapter(model.params, adapter_params)
     if merges:
-        return loaded._replace(params=merge_adapter(params, network.adapter))
-    return loaded._replace(network=network, params=params)
+        return model._replace(params=merge_adapter(params, network.adapter))
+    return model._replace(network=network, params=params)
 
 
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`, of an adapter that is plain LoRA."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint, also through a link, as the hub's cache has them."""
+    return read_json(path, DataError, max_bytes=_MAX_JSON_BYTES, links=True)
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `adapter_config.json`.
+
+    Raises DataError, with one line for each faulty key, unless it describes a plain LoRA adapter of
+    a model that is no adapter itself.
+    """
     path = folder / _ADAPTER
-    content = read_json(path, DataError, **_JSON)
-    faults: list[tuple[str, str]] = []  # key, and what it must say
+    content = _read_config(path)
+    needs: dict[str, str] = {}  # from each faulty key to what it must say
+
     for key in sorted(content.keys() - _READ - _HARMLESS):
         plain = _PLAIN.get(key, [])
         if content[key] not in [None, False, [], {}, "", *plain]:
             need = " or ".join(map(str, plain)) if plain else "none"
-            faults.append((key, f"{need}; or merge_and_unload() in PEFT"))
+            needs[key] = f"{need}; or merge_and_unload() in PEFT"
+
     base = content.get("base_model_name_or_path")
-    rank, alpha = content.get("r"), content.get("lora_alpha")
     if not isinstance(base, str) or not base or _is_adapter(base, content.get("revision")):
-        faults.append(("base_model_name_or_path", "a model, no adapter"))
+        needs["base_model_name_or_path"] = "a model, no adapter"
+    rank = content.get("r")
     if type(rank) is not int or rank < 1:
-        faults.append(("r", "a positive integer"))
+        needs["r"] = "a positive integer"
+    alpha = content.get("lora_alpha")
     if not isinstance(alpha, int | float) or alpha <= 0:
-        faults.append(("lora_alpha", "a positive number"))
-    if faults:
-        lines = [f"{path}: {key}: have {str(content.get(key))[:80]}, need {n}" for key, n in faults]
+        needs["lora_alpha"] = "a positive number"
+
+    if needs:
+        lines = []
+        for key, need in needs.items():
+            lines.append(f"{path}: {key}: have {str(content.get(key))[:80]}, need {need}")
         raise DataError("\n".join(lines))
     return content
 
 
 def _is_adapter(name: str, revision: str | None) -> bool:
+    """Return whether a folder, address or name on the hub holds an adapter, no checkpoint."""
     key = "base_model_name_or_path"
     with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         return (folder / _ADAPTER).exists()
 
 
-def require_same_base(loaded: PretrainedModel, sha256: str, where: str) -> None:
-    """Raise DataError if the hash of an adapter's base is known, and that of a model is another."""
-    if sha256 and loaded.sha256 != sha256:
+def require_same_base(model: PretrainedModel, sha256: str, where: str) -> None:
+    """Raise DataError if a model is not the one for which an adapter was made.
+
+    `sha256` is the hash of the weights for which it was made; empty: not known, and not compared.
+    `where` names the model in the message.
+    """
+    if sha256 and model.sha256 != sha256:
         need = "other weights than those for which the adapter was made"
         raise DataError(f"{where} has {need}; restore them")
 
 
-def _adapted(folder: Path, network: Any, content: Mapping[str, Any]) -> Any:
-    """Return a model with the adapter that the content of an `adapter_config.json` describes."""
-    given, known = content.get("target_modules"), []
-    targets = given if isinstance(given, list) and all(map(_is_text, given)) else []
-    for layers in ("all", "attention", "mlp") if hasattr(network, "adapter") else ():
+def _with_adapter_of(folder: Path, network: Any, content: Mapping[str, Any]) -> Any:
+    """Return the network of a base with the adapter that an `adapter_config.json` describes.
+
+    `content` is from `_read_adapter_config(folder)`. Raises DataError unless its `target_modules`
+    are all linear layers of a block, those of attention, or those of the MLP.
+    """
+    given = content.get("target_modules")
+    targets: list[str] = []
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        targets = given
+
+    choices = ("all", "attention", "mlp") if hasattr(network, "adapter") else ()
+    possible = []  # for the message, the target_modules of each choice
+    for layers in choices:
         adapter = Adapter(content["r"], float(content["lora_alpha"]), layers)
-        found = network.clone(adapter=adapter)
-        known.append(_targets(found))
-        modules = _modules(found)
-        of_target = [{m for m in modules if f".{m}".endswith(f".{name}")} for name in targets]
-        # Each name stands for some module, and each module has a name.
-        if all(of_target) and set().union(*of_target) == modules:
-            return found
-    need = " or ".join(map(", ".join, known)) or "a model that can have an adapter"
+        adapted = network.clone(adapter=adapter)
+        modules = _adapter_modules(adapted)
+        possible.append(", ".join(_target_modules(adapted)))
+
+        # As in PEFT, a target stands for all modules whose names end with it. Each target must
+        # stand for some module with an adapter, and each of these modules have a target.
+        modules_of_targets = []
+        for target in targets:
+            of_target = {module for module in modules if f".{module}".endswith(f".{target}")}
+            modules_of_targets.append(of_target)
+        if all(modules_of_targets) and set().union(*modules_of_targets) == modules:
+            return adapted
+
+    need = " or ".join(possible) or "a model that can have an adapter"
     raise DataError(
         f"{folder / _ADAPTER}: target_modules: have {str(given)[:200]}, need {need}, or names of"
         " the same modules; or merge_and_unload() in PEFT"
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _modules(network: nn.Module) -> set[str]:
+def _adapter_modules(network: nn.Module) -> set[str]:
     """Return the names of the modules with an adapter, such as model.layers.0.mlp.up_proj."""
-    start, end = "base_model.model.", r"\.lora_[AB]\.weight"
-    names = (tensor.name.removeprefix(start) for tensor in _low_rank(network))
-    return {re.sub(end, "", name) for name in names}
+    modules = set()
+    for tensor in _adapter_tensors(network):
+        name = tensor.name.removeprefix("base_model.model.")
+        modules.add(re.sub(r"\.lora_[AB]\.weight", "", name))
+    return modules
 
 
-def _targets(network: nn.Module) -> list[str]:
-    """List the last names of the modules that have an adapter, such as q_proj."""
-    return sorted({name.rpartition(".")[2] for name in _modules(network)})
+def _target_modules(network: nn.Module) -> list[str]:
+    """List the last names of the modules that have an adapter, such as q_proj, sorted."""
+    return sorted({name.rpartition(".")[2] for name in _adapter_modules(network)})
 
 
 def inspect(path_or_name: str | Path, *, revision: str | None = None) -> PretrainedModel:
-    """Describe the model of a checkpoint; of its weights only two that may be tied are read.
+    """Return the description of a checkpoint's model, without its parameters.
 
-    Of an address or a repository on the hub only `config.json` is read. Checks and errors are those
-    of `load(..., head=False)`, except for weights that are not finite.
+    Of a local checkpoint, only weights that may be tied are read. Of an address or a repository on
+    the hub, only `config.json` is read. Of an adapter, the network has the adapter, and everything
+    else describes the base. Checks and errors are those of `load(..., head=False)`, except for
+    weights that are not finite.
     """
-    name, key = str(path_or_name), "model.init_from"
+    name = str(path_or_name)
+    key = "model.init_from"
     with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
-            content = _adapter_config(folder)
-            base, revision = content["base_model_name_or_path"], content.get("revision")
-            found = inspect(base, revision=revision)
-            return found._replace(network=_adapted(folder, found.network, content))
+            content = _read_adapter_config(folder)
+            model = inspect(content["base_model_name_or_path"], revision=content.get("revision"))
+            return model._replace(network=_with_adapter_of(folder, model.network, content))
         if not is_address(name) and not is_on_hub(name, key=key):
-            return _checked(folder, needs_head=False)[0]
-        network, names, config = _described(folder)
+            model, _ = _check_checkpoint(folder, needs_head=False)
+            return model
+        network, names, config = _read_network(folder)
+
     # If config.json lists no class, the class that is supported here is assumed. The weights then
     # have the head of this class.
-    name = names.classes[config["model_type"]]
-    is_whole = name in (config.get("architectures") or [name])
-    return PretrainedModel(network, None, (), (), config, "" if is_whole else names.head)
+    supported_class = names.classes[config["model_type"]]
+    classes = config.get("architectures") or [supported_class]
+    return PretrainedModel(
+        network=network,
+        params=None,
+        stored_as=(),
+        left_out=(),
+        config=config,
+        lacks="" if supported_class in classes else names.head,
+    )
 
 
-def require_same_network(network: Any, found: PretrainedModel, settings: ModelSettings) -> None:
-    """Raise ConfigError, with all sizes that differ, unless `found` is the configured network."""
+def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelSettings) -> None:
+    """Raise ConfigError, with all sizes that differ, unless a checkpoint has the run's network.
+
+    `network` is built from `settings`, and `loaded` is from `inspect` or `load` of
+    `settings.init_from`. What `settings.init_from` may leave open is not compared: `names.free`,
+    and the number of classes if it has no head.
+    """
     names = weight_map(network)
-    if names is None or type(found.network) is not names.model:
-        other = type(found.network).__name__
+    if names is None or type(loaded.network) is not names.model:
+        other = type(loaded.network).__name__
         raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
-    free = names.free | ({"num_classes"} if found.lacks else set())
-    sizes = {ours for ours, _ in names.sizes.values()}
-    faults = [
-        f"model.{ours} = {getattr(network, ours)}: {settings.init_from} has"
-        f" {getattr(found.network, ours)}"
-        + (f"; unset it: model.{ours}=none" if ours in sizes else "")
-        for ours in names.attributes(found.config)
-        if ours not in free and getattr(network, ours) != getattr(found.network, ours)
-    ]
-    own, other = (getattr(each, "adapter", None) for each in (network, found.network))
+
+    free = set(names.free)
+    if loaded.lacks:
+        free.add("num_classes")
+    sizes = {attribute for attribute, _ in names.sizes.values()}
+    faults = []
+    for attribute in names.attributes(loaded.config):
+        have = getattr(network, attribute)
+        need = getattr(loaded.network, attribute)
+        if attribute in free or have == need:
+            continue
+        fault = f"model.{attribute} = {have}: {settings.init_from} has {need}"
+        if attribute in sizes:
+            fault += f"; unset it: model.{attribute}=none"
+        faults.append(fault)
+
+    own = getattr(network, "adapter", None)
+    other = getattr(loaded.network, "adapter", None)
     if own and other and own != other:
         faults.append(
             f"adapter: {settings.init_from} is one of rank {other.rank}, alpha {other.alpha:g} and"
@@ -438,28 +562,39 @@ def save(
 ) -> None:
     """Write a model in Hugging Face layout, as `transformers` loads it without any key amiss.
 
-    An existing `folder` is replaced when everything is written. `dtype` is "float32", which is
-    lossless, or "bfloat16". `config` is the `config.json` of the checkpoint from which the model
-    comes, in which sizes that have changed are replaced; without it the model is a Llama or a BERT.
-    Weights of more than `shard_size` are divided into several files with an index.
+    Args:
+      params: All parameters of `network`, without an adapter.
+      folder: An existing folder is replaced when everything is written.
+      tokenizer: Its files are written too, unless None.
+      network: The model, of an architecture with a weight map.
+      dtype: Of the weights in the files: "float32", which is lossless, or "bfloat16".
+      config: Content of the `config.json` of the checkpoint from which the model comes; sizes that
+        have changed are replaced. None: the model is described as a plain Llama or BERT.
+      shard_size: Weights of more than this size, such as "5GB", are divided into several files with
+        an index.
 
     Raises:
       ConfigError: If no architecture has a weight map for this model, or if no model of this family
         has its attributes.
       OSError: If the folder cannot be written.
     """
-    folder, names = Path(folder), weight_map(network)
+    folder = Path(folder)
+    names = weight_map(network)
     if names is None:
         raise ConfigError(
             f"{folder}: {type(network).__name__} has no Hugging Face names; give its Architecture"
             " a weight_map"
         )
+
+    # Describe the model, and check that this describes all of its attributes.
     if config:
         config = _with_changed_sizes(config, network, names)
         differing = _differing(network, names.attributes(config))
     else:
-        config = {key: getattr(network, ours) for key, (ours, _) in names.sizes.items()}
-        config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
+        config = {key: getattr(network, attribute) for key, (attribute, _) in names.sizes.items()}
+        config |= names.fixed
+        config |= names.extra(network)
+        config |= {"dtype": dtype, "torch_dtype": dtype}
         if tokenizer is not None:
             config |= tokenizer.token_ids
         differing = _differing(network, names.attributes_of_normalised(config))
@@ -467,8 +602,9 @@ def save(
         have = ", ".join(f"{name}={value}" for name, value in differing.items())
         kind = config["model_type"]
         raise ConfigError(f"{folder}: no {kind} has {have}; give the config.json of such a model")
-    # The tokenizer is another one if the checkpoint had none.
-    ends = np.ravel(config.get("eos_token_id", [])).tolist()
+
+    # The config.json names another tokenizer's ids if the checkpoint came without a tokenizer.
+    ends = np.ravel(config.get("eos_token_id", [])).tolist()  # it may be one id or a list
     if tokenizer is not None and ends and tokenizer.eot_id not in ends:
         config |= tokenizer.token_ids
     config["architectures"] = [names.classes[config["model_type"]]]
@@ -476,8 +612,9 @@ def save(
         config["torch_dtype"] = dtype
     if "dtype" in config or "torch_dtype" not in config:
         config["dtype"] = dtype
-    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params)
-    arrays = _arrays(params, tensors(network, names))
+
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), params)
+    arrays = _arrays_by_name(params, tensors(network, names))
     split = huggingface_hub.split_state_dict_into_shards_factory(
         arrays,
         get_storage_size=lambda array: array.nbytes,
@@ -486,8 +623,8 @@ def save(
     )
     with replaced_folder(folder) as partial:
         for file, members in split.filename_to_tensors.items():
-            part = {name: arrays[name] for name in members}
-            save_file(part, partial / file, metadata={"format": "pt"})
+            shard = {name: arrays[name] for name in members}
+            save_file(shard, partial / file, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             path = partial / "model.safetensors.index.json"
@@ -500,38 +637,57 @@ def save(
 def _with_changed_sizes(
     config: Mapping[str, Any], network: nn.Module, names: WeightMap
 ) -> dict[str, Any]:
-    """Return a checkpoint's config.json with the sizes of a model that has other ones."""
+    """Return a copy of a checkpoint's config.json, with `network`'s sizes where these differ.
+
+    `config` is the content of config.json, and `names` the map of the network's class.
+    """
     changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
     result = dict(config)
-    for key, (ours, _) in names.sizes.items():
-        if ours in changed:
-            result[key] = getattr(network, ours)
-    if "num_classes" in changed:  # names of classes would contradict it
+    for key, (attribute, _) in names.sizes.items():
+        if attribute in changed:
+            result[key] = getattr(network, attribute)
+    if "num_classes" in changed:
+        # The names of the classes would contradict their number: drop id2label and label2id.
         result = {key: value for key, value in result.items() if "label2" not in key}
     return result
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, network: Any) -> None:
-    """Write a tokenizer; let generation_config.json name its ends that `transformers` misses."""
+    """Write a tokenizer beside a `config.json`; complete the ids at which generation stops.
+
+    `transformers` reads these ids from generation_config.json, or else config.json. If they lack
+    ids at which the tokenizer ends a text, or have ids past the vocabulary, the list is written to
+    generation_config.json anew.
+    """
     tokenizer.save(folder, getattr(network, "max_length", None))
-    known, path = stop_ids(folder), folder / GENERATION
-    ends = [*stop_ids(folder, network.vocab_size)]
-    ends += [i for i in tokenizer.ends if i not in ends]
-    if ends != [*known]:
-        content = read_json(path, DataError, **_JSON) if path.exists() else {}
+    stored_ends = list(stop_ids(folder))
+    ends = list(stop_ids(folder, network.vocab_size))  # without ids past the vocabulary
+    for end in tokenizer.ends:
+        if end not in ends:
+            ends.append(end)
+
+    if ends != stored_ends:
+        path = folder / GENERATION
+        content = _read_config(path) if path.exists() else {}
         content["eos_token_id"] = ends
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
-    """Return how an adapter's config names a model and its commit; of an adapter, its base's."""
+    """Return the entries of an adapter_config.json that name its base.
+
+    They are `base_model_name_or_path` and `revision`. `name` is a folder, an address or a name on
+    the hub, as for `load`. A folder becomes an absolute path, and `revision` the commit of a
+    repository on the hub. Of an adapter, the entries name its base. If the checkpoint cannot be
+    read, they are the arguments.
+    """
     key = "model.init_from"
     with (
         contextlib.suppress(UserError),
         _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder,
     ):
         if (folder / _ADAPTER).exists():
-            content = _adapter_config(folder)
+            content = _read_adapter_config(folder)
             return base_of(content["base_model_name_or_path"], content.get("revision"))
         if is_on_hub(name, key=key):
             revision = folder.name  # of the hub's cache, snapshots/<commit>
@@ -552,18 +708,24 @@ def save_adapter(
 ) -> None:
     """Write a model's adapter in PEFT's layout, in float32.
 
-    An existing `folder` is replaced when everything is written. `base` is the result of `base_of`
-    for the model to which the adapter belongs. `sha256` is the hash of its weights, which `load`
-    then compares (empty: not known), and `base_dtype` how the run held them.
+    Args:
+      params: A parameter tree with the adapter's leaves; others are not written.
+      folder: An existing folder is replaced when everything is written.
+      tokenizer: Its files are written too, unless None.
+      network: The model with the adapter.
+      base: The result of `base_of` for the checkpoint to which the adapter belongs.
+      sha256: Hash of the base's weights, which `load` then compares. Empty: not known.
+      base_dtype: The dtype in which the run held the base's weights, for `load(as_trained=True)`;
+        written only with `sha256`.
     """
-    arrays = _arrays(jax.tree.map(np.asarray, params), _low_rank(network))
+    arrays = _arrays_by_name(jax.tree.map(np.asarray, params), _adapter_tensors(network))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         **base,
         "r": network.adapter.rank,
         "lora_alpha": network.adapter.alpha,
-        "target_modules": _targets(network),
+        "target_modules": _target_modules(network),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
@@ -579,34 +741,54 @@ def save_adapter(
             _save_tokenizer(tokenizer, partial, network)
 
 
-def _arrays(params: PyTree, named: Iterable[Tensor]) -> dict[str, np.ndarray]:
-    """Return the arrays to write, by name; contiguous, because a file stores no strides."""
+def _arrays_by_name(params: PyTree, wanted: Iterable[Tensor]) -> dict[str, np.ndarray]:
+    """Return the wanted tensors' arrays by their names in the checkpoint, in its shapes.
+
+    `params` is a tree of NumPy arrays. The result is contiguous, because a file stores no strides.
+    """
     leaves = _leaves(params)
-    return {tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path])) for tensor in named}
+    arrays = {}
+    for tensor in wanted:
+        arrays[tensor.name] = np.ascontiguousarray(tensor.view_in(leaves[tensor.path]))
+    return arrays
 
 
-def _differing(network: nn.Module, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a model that differ from those that a `config.json` describes."""
-    return {
-        name: getattr(network, name)
-        for name, value in described.items()
-        if getattr(network, name) != value and name != "pad_id"  # it follows the tokenizer
-    }
+def _differing(network: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the network's own values of those `attributes` that have another value in it.
+
+    The attribute `pad_id` is not compared, because it follows the tokenizer.
+    """
+    differing = {}
+    for name, value in attributes.items():
+        if name != "pad_id" and getattr(network, name) != value:
+            differing[name] = getattr(network, name)
+    return differing
 
 
 def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
+    """Return the leaves of a tree of nested dicts by their paths, in the tree's order."""
     return flatten_dict(tree)
 
 
 def _weight_maps() -> list[WeightMap]:
-    return [known.weight_map for known in ARCHITECTURES.values() if known.weight_map is not None]
+    """List the weight maps of all architectures that have one, added architectures too."""
+    maps = [architecture.weight_map for architecture in ARCHITECTURES.values()]
+    return [names for names in maps if names is not None]
 
 
 @contextlib.contextmanager
 def _folder(
     name: str, one_of: Sequence[str], *, key: str, revision: str | None = None
 ) -> Iterator[Path]:
-    """Yield the folder of a checkpoint, after its files were copied to this machine."""
+    """Yield the folder of a checkpoint on this machine; of a remote one, the copy in the cache.
+
+    Args:
+      name: A folder, its address (`data.files`), or a repository on the hub.
+      one_of: Names or patterns of files, in order of preference. Those of the first that matches
+        are copied, besides JSON files. Raises ConfigError if none matches in a remote checkpoint.
+      key: The config's key, or the option, that messages mention.
+      revision: Branch, tag or commit of a repository on the hub.
+    """
     files = ("config.json", "*.index.json", _ADAPTER, GENERATION)
     with fetched(name, files, one_of=one_of, key=key, hint=_CONVERT, revision=revision) as folder:
         if not folder.is_dir():
@@ -617,12 +799,18 @@ def _folder(
 # --- config.json --------------------------------------------------------------------------------
 
 
-def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """Read a checkpoint's config.json: the model, the names of its weights, and the content."""
+def _read_network(folder: Path) -> tuple[nn.Module, WeightMap, dict[str, Any]]:
+    """Return the network that a folder's config.json describes, and the names of its weights.
+
+    The third result is the content of config.json. Raises DataError if no such model is supported.
+    """
     path = folder / "config.json"
-    config = read_json(path, DataError, **_JSON)
-    known = {kind: names for names in _weight_maps() for kind in names.classes}
-    names = known.get(str(config.get("model_type")))
+    config = _read_config(path)
+    maps: dict[str, WeightMap] = {}  # by the `model_type` of config.json
+    for weights in _weight_maps():
+        maps |= dict.fromkeys(weights.classes, weights)
+    names = maps.get(str(config.get("model_type")))
+
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -633,9 +821,9 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
     try:
         if names is None:
             have = repr(config.get("model_type"))
-            raise Unusable("model_type", have, " or ".join(map(repr, known)))
+            raise Unusable("model_type", have, " or ".join(map(repr, maps)))
         network = names.model(**names.attributes(config))
-        param_shapes(network)
+        param_shapes(network)  # raises ValueError if the sizes contradict one another
     except (ValueError, OverflowError) as error:
         raise DataError(f"{path}: {error}") from error
     return network, names, config
@@ -644,8 +832,12 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
 # --- Weights ----------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
-    """A tensor in a file: its name, its shape, and its dtype by the name that safetensors uses."""
+class _StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, whose values have not been read.
+
+    `name` is that in the file. `kind` is the dtype by the name that safetensors uses, such as
+    "BF16".
+    """
 
     file: Path
     name: str
@@ -658,77 +850,93 @@ class _Stored(NamedTuple):
             return content.get_tensor(self.name)
 
 
-def _stored(folder: Path) -> dict[str, _Stored]:
-    """List the tensors of a checkpoint by name."""
+def _list_checkpoint(folder: Path) -> dict[str, _StoredTensor]:
+    """Return the tensors of a checkpoint by the names in its files, one or several."""
     files = [folder / name for name in _WEIGHTS if (folder / name).exists()]
     if not files:
         need = "needs model.safetensors, or an index and its shards; no other weights are read"
         raise DataError(f"{folder}: {need}; {_CONVERT}")
     file = files[0]
     if file.suffix != ".json":
-        return _open(_inside(folder, file.name))
-    index = checked(read_json(file, DataError, **_JSON), _Index, f"{file}: index", DataError)
-    pairs: list[tuple[str, _Stored]] = []
-    for name in sorted({*index.weight_map.values()}):
-        pairs += _open(_inside(folder, name)).items()
-    return _joined(pairs)
+        return _list_file(_path_inside(folder, file.name))
+
+    index = checked(_read_config(file), _Index, f"{file}: index", DataError)
+    pairs: list[tuple[str, _StoredTensor]] = []
+    for name in sorted(set(index.weight_map.values())):
+        pairs += _list_file(_path_inside(folder, name)).items()
+    return _by_unique_name(pairs)
 
 
 class _Index(Format):
-    """What is read of an index: the file of each tensor, beside the index."""
+    """What is read of an index: from the name of each tensor to its file, beside the index."""
 
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]]
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file of weights.
+def _path_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file of weights, `folder / name`.
 
-    Refuses links that lead out of the folder, except the hub cache's links to `blobs`.
+    Raises ConfigError if a link there leads out of the folder. The hub cache's links to `blobs` are
+    allowed.
     """
-    # The hub's cache has links from models--x--y/snapshots/<commit>/ to models--x--y/blobs/.
     root = folder.resolve()
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        # The hub's cache has links from models--x--y/snapshots/<commit>/ to models--x--y/blobs/.
+        allowed.append(root.parent.parent / "blobs")
     target = (folder / name).resolve()
     if target.parent not in allowed:
         raise ConfigError(f"{folder / name}: leads out of its folder, to {target}")
     return folder / name
 
 
-def _open(file: Path) -> dict[str, _Stored]:
-    """List the tensors of a safetensors file by name; their values are read later.
+def _list_file(file: Path) -> dict[str, _StoredTensor]:
+    """Return the tensors of a safetensors file by name, from its header.
 
     The library checks that each byte after the header belongs to exactly one tensor.
     """
+    tensors_of_file = {}
     try:
         with safetensors.safe_open(file, framework="numpy") as content:
-            parts = {name: content.get_slice(name) for name in content.keys()}
-            return {
-                name: _Stored(file, name, tuple(part.get_shape()), part.get_dtype())
-                for name, part in parts.items()
-            }
+            for name in content.keys():
+                header = content.get_slice(name)
+                shape = tuple(header.get_shape())
+                tensors_of_file[name] = _StoredTensor(file, name, shape, header.get_dtype())
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
+    return tensors_of_file
 
 
-def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Put tensors into one table by name; raise DataError if a name comes twice."""
-    found: dict[str, _Stored] = {}
+def _by_unique_name(pairs: Iterable[tuple[str, _StoredTensor]]) -> dict[str, _StoredTensor]:
+    """Return a dict of pairs of name and tensor; raise DataError if a name comes twice."""
+    by_name: dict[str, _StoredTensor] = {}
     for name, where in pairs:
-        other = found.setdefault(name, where)
-        if other is not where:
+        if name in by_name:
+            other = by_name[name]
             both = f"{other.name} of {other.file.name} and {where.name} of {where.file.name}"
             raise DataError(f"{where.file}: {name}: stored twice, as {both}")
-    return found
+        by_name[name] = where
+    return by_name
 
 
-def _checked(folder: Path, *, needs_head: bool) -> tuple[PretrainedModel, dict[Tensor, _Stored]]:
-    """Check a checkpoint; return what `inspect` does, and where its tensors are."""
-    network, names, config = _described(folder)
-    stored = _under_usual_names(_stored(folder), names)
+def _check_checkpoint(
+    folder: Path, *, needs_head: bool
+) -> tuple[PretrainedModel, dict[Tensor, _StoredTensor]]:
+    """Check that a folder has exactly the tensors that its config.json describes.
+
+    Returns the result of `inspect`, and the place of each tensor that `load` has to read. Without
+    `needs_head` the head may be absent, or one of another kind, which is then left out. Raises
+    DataError with a line for each fault.
+    """
+    network, names, config = _read_network(folder)
+    stored = _with_usual_names(_list_checkpoint(folder), names)
+
     ties: dict[str, str] = {}  # from each tensor of a tied pair to the other
     if config.get("tie_word_embeddings") is True:
-        ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
-    if _differ(stored, ties):
+        for first, second in names.ties.items():
+            ties[first] = second
+            ties[second] = first
+    if _tied_tensors_differ(stored, ties):
         # Both are used, as in transformers 5: somebody may have trained only the head, or merged a
         # LoRA into it.
         ties = {}
@@ -740,70 +948,96 @@ def _checked(folder: Path, *, needs_head: bool) -> tuple[PretrainedModel, dict[T
         twin = ties.get(tensor.name)
         is_missing = tensor.name not in stored and twin in stored
         wanted[tensor] = twin if twin is not None and is_missing else tensor.name
+
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
     lacks_head = bool(head) and not needs_head and stored.keys().isdisjoint(head.values())
     if lacks_head:
         wanted = {tensor: name for tensor, name in wanted.items() if tensor not in head}
 
+    # Of a tied pair that is stored twice, one tensor is wanted, and the other is its copy.
     copies = {other for name, other in ties.items() if name in stored and other in stored}
-    rest = stored.keys() - wanted.values() - copies
+    unread = stored.keys() - wanted.values() - copies
     left_out: set[str] = set()
     if not needs_head:
-        left_out = {name for name in rest if _HEADS.fullmatch(name)}
-    unknown = {name for name in rest - left_out if not _BUFFERS.fullmatch(name)}
+        left_out = {name for name in unread if _HEADS.fullmatch(name)}
+    unknown = {name for name in unread - left_out if not _BUFFERS.fullmatch(name)}
     faults = [f"{folder}: {name}: unexpected" for name in unknown]
-    faults += _unfit(folder, wanted, stored, network)
+    faults += _missing_or_wrong(folder, wanted, stored, network)
     if faults:
-        raise DataError(_listed(faults))
-    found = {tensor: stored[name] for tensor, name in wanted.items()}
+        raise DataError(_fault_lines(faults))
+
+    places = {tensor: stored[name] for tensor, name in wanted.items()}
     model = PretrainedModel(
         network=network,
         params=None,
-        stored_as=tuple(sorted({_FLOATS[where.kind] for where in found.values()})),
+        stored_as=tuple(sorted({_FLOATS[where.kind] for where in places.values()})),
         left_out=tuple(sorted(left_out)),
         config=config,
         lacks=names.head if lacks_head else "",
     )
-    return model, found
+    return model, places
 
 
-def _under_usual_names(stored: dict[str, _Stored], names: WeightMap) -> dict[str, _Stored]:
-    """Rename what some checkpoints call differently, or save without the model's prefix."""
-    # The BERT that Google published calls the gains and biases of norms gamma and beta. All other
-    # checkpoints call them weight and bias.
+def _with_usual_names(
+    stored: dict[str, _StoredTensor], names: WeightMap
+) -> dict[str, _StoredTensor]:
+    """Return a checkpoint's tensors by the names of `names`, where its files have others.
+
+    The BERT that Google published calls the gains and biases of norms gamma and beta, not weight
+    and bias. A model that was saved without its head lacks the prefix of `names`.
+    """
     pairs = []
     for name, where in stored.items():
         usual = re.sub(r"\.beta$", ".bias", name)
         usual = re.sub(r"\.gamma$", ".weight", usual)
         pairs.append((usual, where))
-    renamed = _joined(pairs)
+    renamed = _by_unique_name(pairs)
     if any(name.startswith(names.prefix) for name in renamed):
         return renamed
-    # Saved without a head.
+
     prefixed = {}
     for name, where in renamed.items():
-        prefixed[name if _HEADS.fullmatch(name) else names.prefix + name] = where
+        if not _HEADS.fullmatch(name):
+            name = names.prefix + name
+        prefixed[name] = where
     return prefixed
 
 
-def _differ(stored: Mapping[str, _Stored], ties: Mapping[str, str]) -> bool:
-    """Whether two tensors that are declared one parameter are both stored, and not equal."""
+def _tied_tensors_differ(stored: Mapping[str, _StoredTensor], ties: Mapping[str, str]) -> bool:
+    """Return whether two tied tensors are both stored, with different values.
+
+    `stored` has tensors by name. `ties` maps the name of each tensor of a tied pair to the other's.
+    """
     for name, twin in ties.items():
         if name in stored and twin in stored:
-            one, other = stored[name], stored[twin]
+            one = stored[name]
+            other = stored[twin]
             are_floats = one.kind in _FLOATS and other.kind in _FLOATS
             if not (are_floats and np.array_equal(one.read(), other.read())):
                 return True
     return False
 
 
-def _unfit(
-    folder: Path, wanted: Mapping[Tensor, str], stored: Mapping[str, _Stored], network: nn.Module
+def _missing_or_wrong(
+    folder: Path,
+    wanted: Mapping[Tensor, str],
+    stored: Mapping[str, _StoredTensor],
+    network: nn.Module,
 ) -> list[str]:
-    """Describe the wanted tensors, by their stored names, that are missing or of another kind."""
-    leaves, faults = _leaves(param_shapes(network)), []
+    """Return a line for each wanted tensor that is missing, or has a wrong shape or dtype.
+
+    Args:
+      folder: The checkpoint or adapter, for messages.
+      wanted: Tensors of `network`, each with the name under which it should be stored.
+      stored: The tensors in the files, by name.
+      network: Determines the shapes.
+    """
+    leaves = _leaves(param_shapes(network))
+    faults = []
     for tensor, name in wanted.items():
-        need = tensor.of(np.broadcast_to(np.float32(0), leaves[tensor.path].shape)).shape
+        # An array of the leaf's shape that takes no memory.
+        leaf = np.broadcast_to(np.float32(0), leaves[tensor.path].shape)
+        need = tensor.view_in(leaf).shape
         if name not in stored:
             faults.append(f"{folder}: {name}: missing, want {need}")
             continue
@@ -815,8 +1049,11 @@ def _unfit(
     return faults
 
 
-def _listed(faults: list[str], most: int = 12) -> str:
-    """Sort faults into lines, at most so many of them."""
+def _fault_lines(faults: list[str], most: int = 12) -> str:
+    """Return a text with each fault once, sorted, on a line of its own.
+
+    After `most` faults, the last line counts the rest.
+    """
     faults = sorted(set(faults))
     lines = faults[:most]
     if len(faults) > most:

@@ -1,8 +1,10 @@
 """Frozen matrices in four or eight bits, as in QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 
-Each 64 numbers of a column, which are weights of one output, have a float32 scale, the largest of
-them. Layers compute with what `dequantised` returns; XLA makes it where it is used, and keeps the
-codes.
+A matrix [D, F] has D inputs and F outputs. Each 64 numbers of a column, which are weights of one
+output, share a float32 scale, which follows from the largest of their magnitudes. A number is kept
+as a *code*: an integer of eight bits, or the index of one of the 16 values of NF4. Layers compute
+with the array that `dequantised` returns. XLA computes this array where a layer uses it, and keeps
+only codes and scales in memory.
 """
 
 import functools
@@ -21,12 +23,17 @@ _BLOCK = 64  # numbers that share a scale, as in bitsandbytes
 class Quantised(struct.PyTreeNode):
     """A matrix [D, F] in the codes and scales of `qwix.QArray`.
 
-    Two codes of four bits are a byte, because JAX does not pass arrays of four bits that are
+    Two codes of four bits are packed into a byte. JAX would not pass arrays of four bits that are
     committed to a device to a program that is compiled ahead.
+
+    Attributes:
+      codes: int8 [D, F], or for "nf4" uint8 [D, ceil(F / 2)].
+      scales: float32 [D / block, F], where `block` numbers of a column share a scale.
+      kind: What the codes mean.
     """
 
-    codes: PyTree  # int8 [D, F]; of "nf4" uint8 [D, ceil(F / 2)]
-    scales: PyTree  # float32 [D / block, F]
+    codes: PyTree
+    scales: PyTree
     kind: Literal["int8", "nf4"] = struct.field(pytree_node=False)
 
     @property
@@ -37,43 +44,44 @@ class Quantised(struct.PyTreeNode):
 
 @functools.partial(jax.jit, static_argnames="kind")
 def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantised:
-    """Quantise a matrix; where 64 does not divide D, blocks have the largest power of 2 that does.
+    """Return a float matrix in codes and scales.
 
-    Of "nf4", codes and scales are those of bitsandbytes, except at rounding.
+    64 numbers of a column share a scale, or the largest power of two below 64 that divides D. For
+    "nf4", codes and scales are those of bitsandbytes, except for rounding.
     """
     import qwix  # takes seconds
 
     num_inputs, num_outputs = w_DF.shape
     block = math.gcd(_BLOCK, num_inputs)
-    found = qwix.quantize(
+    quantised = qwix.quantize(
         w_DF.astype(jnp.float32), kind, channelwise_axes=(1,), tiled_axes={0: block}
     )
-    codes = found.qvalue
+    codes = quantised.qvalue
     if kind == "nf4":
+        # Pack the codes of two neighbouring outputs into a byte; an odd last one gets a zero.
         even = jnp.pad(codes, ((0, 0), (0, num_outputs % 2)))
         codes = jax.lax.bitcast_convert_type(even.reshape(num_inputs, -1, 2), jnp.uint8)
-    return Quantised(codes=codes, scales=found.scale, kind=kind)
+    return Quantised(codes=codes, scales=quantised.scale, kind=kind)
 
 
 def is_quantised(weight: object) -> bool:
-    """Whether a weight consists of codes and scales."""
+    """Return whether a weight is a `Quantised`, not an array."""
     return isinstance(weight, Quantised)
 
 
 def unpacked(weight: Quantised) -> Array:
-    """Return the codes of a matrix, [D, F]: int8, or of "nf4" uint4."""
+    """Return the codes of a matrix in an array [D, F]: int8, or uint4 for "nf4"."""
     if weight.kind != "nf4":
         return weight.codes
     num_inputs, num_outputs = weight.shape
-    pairs = jax.lax.bitcast_convert_type(weight.codes, jnp.uint4)
+    pairs = jax.lax.bitcast_convert_type(weight.codes, jnp.uint4)  # [D, ceil(F / 2), 2]
     return pairs.reshape(num_inputs, -1)[:, :num_outputs]
 
 
 def dequantised(weight: Array | Quantised) -> Array:
-    """Return a weight as an array, float32 if it was quantised."""
-    if isinstance(weight, Quantised):
-        import qwix
+    """Return a weight as an array: float32 [D, F] of a `Quantised`, an array as it is."""
+    if not isinstance(weight, Quantised):
+        return weight
+    import qwix
 
-        found = qwix.QArray(unpacked(weight), weight.scales, qtype=weight.kind)
-        return qwix.dequantize(found)
-    return weight
+    return qwix.dequantize(qwix.QArray(unpacked(weight), weight.scales, qtype=weight.kind))

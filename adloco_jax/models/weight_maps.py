@@ -1,4 +1,9 @@
-"""Names that Hugging Face checkpoints have for the parameters and sizes of the models here."""
+"""Names that Hugging Face checkpoints have for the parameters and sizes of the models here.
+
+`LLAMA` and `BERT` are the two maps. *content* is the dict of a checkpoint's file config.json; its
+`model_type` is the *family*, such as "qwen3", and determines how other keys are read. Functions
+raise `Unusable` for the first key that describes a model which is not supported.
+"""
 
 import copy
 import dataclasses
@@ -15,7 +20,11 @@ from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
 
 class Unusable(ValueError):
-    """Error: a value of config.json describes no model that is supported."""
+    """Error: a value of config.json describes no model that is supported.
+
+    `have` is the value of `key`, of which the message shows 80 characters, and `need` says which
+    values are supported.
+    """
 
     def __init__(self, key: str, have: object, need: object):
         super().__init__(f"{key}: have {str(have)[:80]}, need {need}")
@@ -28,24 +37,26 @@ class WeightMap:
     Attributes:
       model: The Flax module's class.
       classes: From each `model_type` of config.json to the class of `transformers` that loads it.
-      modules: From the path of a module here to its path there, with `{}` for the number of the
-        layer. `kernel` is the transposed `weight`, `scale` and `embedding` are `weight`.
-      head: Path of the module that is initialised at random if a checkpoint does not have it.
-      sizes: From a key of config.json to the attribute of `model` and its default. A key without a
-        default (None) is required.
+      modules: From the path of a module here, such as "layers/mlp/up", to its name in the
+        checkpoint, with `{}` for the number of the layer. The parameter `kernel` is the transposed
+        tensor `weight`; `scale` and `embedding` are `weight`.
+      head: Path of the module here that is initialised at random if a checkpoint does not have it.
+      sizes: From a key of config.json to the name of an attribute of `model` and the default of
+        its value. A key without a default (None) is required.
       fixed: Values that keys of config.json must have if present; with others a model is not
         supported.
-      normalise: `normalise(content) -> content` converts other spellings of config.json to the keys
-        of `sizes` and `fixed`. It may raise `Unusable`, as may `features`.
-      features: `features(content, sizes)` returns the attributes of `model` that are not sizes,
-        from the result of `normalise` and the attributes in `sizes`.
-      extra: `extra(model)` returns the remaining entries of config.json for an export, such as
-        `model_type`, in the spelling of `normalise`.
-      ties: From a tensor to another with the same values under `tie_word_embeddings`. One of the
-        two may then be absent.
+      normalise: `normalise(content)` returns a dict with the keys of `sizes` and `fixed`, from a
+        config.json that may spell them in other ways. It may raise `Unusable`.
+      features: `features(content, sizes)` returns a dict of the attributes of `model` that are not
+        sizes. `content` is a result of `normalise`, `sizes` a dict of the attributes that are. It
+        may raise `Unusable`.
+      extra: `extra(model)` returns those entries of config.json for an export that `sizes` and
+        `fixed` do not determine, such as `model_type`, in the spelling of `normalise`.
+      ties: From the name of a tensor to another with the same values under `tie_word_embeddings`.
+        One of the two may then be absent.
       free: Attributes that may differ from the checkpoint's, because no weight depends on them.
-      prefix: What the names of all modules but the head begin with. A checkpoint of the model
-        without its head may lack it.
+      prefix: Start of the names of all modules but the head. The names may lack it in a checkpoint
+        of the model without its head.
     """
 
     model: type[nn.Module]
@@ -62,16 +73,16 @@ class WeightMap:
     prefix: str = ""
 
     def attributes(self, content: dict) -> dict[str, Any]:
-        """Return the attributes of the model that the content of a file config.json describes.
+        """Return the keywords with which `model` is built as a file config.json describes it.
 
-        Raises Unusable for the first key that describes another model.
+        Raises Unusable for the first key that describes a model which is not supported.
         """
         return self.attributes_of_normalised(self.normalise(content))
 
     def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
-        """Return the attributes that a result of `normalise`, or of `extra`, describes."""
+        """Return what `attributes` returns, of a content in the spelling of `normalise`."""
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
-        sizes = {}
+        sizes: dict[str, Any] = {}
         for key, (attribute, default) in self.sizes.items():
             value = content.get(key, default)
             sizes[attribute] = _positive(key, value, types[attribute])
@@ -79,11 +90,18 @@ class WeightMap:
         return sizes | self.features(content, sizes)
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Label each parameter by its path in `modules`, others as `label_by_name` does."""
+        """Return a tree of labels for optimizers, in the structure of `params`.
+
+        A parameter of a module in `modules` is a "matrix", an "embedding", the "head" or "other",
+        with the prefix "stacked_" if its first axis counts layers. Others are labelled as
+        `label_by_name` does without a rule.
+        """
 
         def label(path: tuple, leaf: Any) -> str | None:
+            """Return the label of the leaf at a path of JAX keys; None: by `label_by_name`."""
             names = [str(getattr(key, "key", key)) for key in path]
-            module, name = "/".join(names[:-1]), names[-1]
+            module = "/".join(names[:-1])
+            name = names[-1]
             if module not in self.modules:
                 return None
             is_stacked = "{}" in self.modules[module]  # the first axis counts layers
@@ -98,6 +116,7 @@ class WeightMap:
         return label_by_name(params, label)
 
 
+# The part of `WeightMap.sizes` that both models have.
 _SIZES = {
     "vocab_size": ("vocab_size", None),
     "hidden_size": ("width", None),
@@ -109,7 +128,10 @@ _SIZES = {
 
 
 def _positive(key: str, value: Any, kind: type) -> Any:
-    """Return the positive number of a key as `kind`, int or float; raise Unusable for another."""
+    """Return `value`, the value of `key`, as an int or float (`kind`).
+
+    Raises Unusable unless it is a positive number below a limit. A `kind` of float takes an int.
+    """
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     limit = 2**31
     if key == "num_hidden_layers":
@@ -120,14 +142,17 @@ def _positive(key: str, value: Any, kind: type) -> Any:
 
 
 def _require(content: dict, fixed: Mapping[str, object]) -> None:
-    """Raise Unusable if a key is there and has another value than the only one supported."""
+    """Raise Unusable if a key of `fixed` is in `content` with another value than in `fixed`."""
     for key, need in fixed.items():
         if content.get(key, need) != need:
             raise Unusable(key, content[key], need)
 
 
 def _pad_id(content: dict) -> int | None:
-    """Return the id whose embedding PyTorch does not train; a negative one counts from the end."""
+    """Return the id of padding, whose embedding PyTorch does not train; None if there is none.
+
+    In config.json it is `pad_token_id`; a negative one counts from the end of the vocabulary.
+    """
     pad_id = content.get("pad_token_id")
     size = content["vocab_size"]
     if pad_id is None:
@@ -137,14 +162,14 @@ def _pad_id(content: dict) -> int | None:
     return pad_id % size
 
 
-# What keys of Gemma must say, if they are there.
+# Values that these keys of a Gemma must have, if present.
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "use_bidirectional_attention": False,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }
-# The keys that switch biases on; other families ignore them.
+# The keys of each family that switch biases on; a family that is not here ignores these keys.
 _BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
     "qwen3": ("attention_bias",),
@@ -152,7 +177,7 @@ _BIASES = {
     "gemma3_text": ("attention_bias",),
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the names of `layer_types`
-# The kinds of rotary frequencies, and the keys of the numbers in `RopeScaling`.
+# The supported values of `rope_type`, each with the keys of the fields of `RopeScaling`, in order.
 _ROPES = {
     "default": (),
     "linear": ("factor",),
@@ -161,7 +186,12 @@ _ROPES = {
 
 
 def _normalised_llama(content: dict) -> dict:
-    """Return what transformers makes of a config.json: it fills in and renames what is missing."""
+    """Return a Llama's content with the keys that the class in transformers has.
+
+    The class fills in defaults, and renames keys of older versions. Set here are `rope_parameters`
+    (one dict, maybe empty), `rope_theta` and, for Gemma, `sliding_rope`, a dict of the same keys
+    for its layers of sliding attention.
+    """
     from transformers import CONFIG_MAPPING  # slow, and needed only for a checkpoint
 
     # Sizes that are missing are not filled in: a checkpoint without them is refused.
@@ -172,12 +202,14 @@ def _normalised_llama(content: dict) -> dict:
         filled = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
         raise Unusable("keys", "one that transformers refuses", reason(error, 200)) from error
+
     rope = filled.get("rope_parameters") or {}
     if content["model_type"] == "gemma3_text":  # has one object for each type of layers
         filled["sliding_rope"] = rope.get(_SLIDING) or {}
         rope = rope.get(_FULL) or {}
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
         raise Unusable("rope_parameters", rope, "one object for all layers, or null")
+
     filled["use_bidirectional_attention"] = filled.get("use_bidirectional_attention") or False
     filled["rope_parameters"] = rope
     filled["rope_theta"] = rope.get("rope_theta")
@@ -185,7 +217,10 @@ def _normalised_llama(content: dict) -> dict:
 
 
 def _rope_scaling(rope: Mapping) -> RopeScaling | None:
-    """Return how an object of `rope_parameters` divides rotary frequencies; None: it does not."""
+    """Return how the model divides rotary frequencies; None: it does not.
+
+    `rope` is the value of `rope_parameters`, or of one type of layers in it.
+    """
     key = "rope_parameters"
     kind = rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPES:
@@ -195,10 +230,10 @@ def _rope_scaling(rope: Mapping) -> RopeScaling | None:
         raise Unusable(f"{key}: partial_rotary_factor", rotated_part, 1.0)
     if kind == "default":
         return None
-    types = (float, float, float, int)  # of the numbers in `RopeScaling`
+    field_types = (float, float, float, int)  # of `RopeScaling`, which "linear" has the first of
     numbers = []
-    for name, number_type in zip(_ROPES[kind], types, strict=False):
-        numbers.append(_positive(f"{key}: {name}", rope.get(name), number_type))
+    for name, field_type in zip(_ROPES[kind], field_types, strict=False):
+        numbers.append(_positive(f"{key}: {name}", rope.get(name), field_type))
     scaling = RopeScaling(*numbers)
     if scaling.low >= scaling.high:
         raise Unusable(f"{key}: high_freq_factor", scaling.high, f"more than {scaling.low}")
@@ -206,42 +241,60 @@ def _rope_scaling(rope: Mapping) -> RopeScaling | None:
 
 
 def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKind, ...]:
-    """Return the kinds of the layers; one if all layers of the family are of one kind."""
+    """Return the kinds of a Llama's layers: one for all, or a tuple of `count`, one for each.
+
+    Args:
+      content: A result of `_normalised_llama`.
+      rotary: The kind of a layer of full attention, with the model's rotary frequencies.
+      count: Number of layers.
+
+    A Llama has full attention in all layers, and a Mistral a window in all. In the other families
+    `layer_types` names the type of each layer, and only those of sliding attention have the window.
+    In Gemma these have frequencies of their own. SmolLM3 lists the layers that rotate.
+    """
     family = content["model_type"]
-    sliding = rotary
-    if family == "gemma3_text":
-        rope = content["sliding_rope"]
-        theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
-        sliding = LayerKind(theta, _rope_scaling(rope))
     if family == "llama":
         return (rotary,)
     window = content.get("sliding_window")
     if window is not None:
         window = _positive("sliding_window", window, int)
-    if family == "mistral":  # which ignores the types
+    if family == "mistral":
         return (rotary._replace(window=window),)
 
-    types = content.get("layer_types") or ()
-    rotated = content["no_rope_layers"] if family == "smollm3" else [True] * count
-    if len(rotated) < count or len(types) != count or not set(types) <= {_FULL, _SLIDING}:
-        raise Unusable("layer_types", types, f"a list of {count} names {_FULL} or {_SLIDING}")
-    of_type = {_FULL: rotary, _SLIDING: sliding._replace(window=window)}
+    sliding = rotary._replace(window=window)
+    if family == "gemma3_text":
+        rope = content["sliding_rope"]
+        theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
+        sliding = LayerKind(theta, _rope_scaling(rope), window)
+
+    layer_types = content.get("layer_types") or ()
+    is_rotated = [True] * count
+    if family == "smollm3":
+        is_rotated = content["no_rope_layers"]  # 1 for a layer that rotates, despite the name
+    is_complete = len(layer_types) == count and len(is_rotated) >= count
+    if not is_complete or not set(layer_types) <= {_FULL, _SLIDING}:
+        raise Unusable("layer_types", layer_types, f"a list of {count} names {_FULL} or {_SLIDING}")
+
     kinds = []
-    for layer_type, is_rotated in zip(types, rotated, strict=False):
-        kind = of_type[layer_type]
-        if not is_rotated:
-            kind = LayerKind(None, window=kind.window)
+    for layer, layer_type in enumerate(layer_types):
+        kind = rotary if layer_type == _FULL else sliding
+        if not is_rotated[layer]:
+            kind = LayerKind(rope_theta=None, window=kind.window)
         kinds.append(kind)
     return tuple(kinds)
 
 
 def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
-    """Return the attributes of a Llama that are not sizes, by the keys of its family."""
+    """Return the attributes of a Llama that are not sizes, by the keys of its family.
+
+    `content` is a result of `_normalised_llama`, and `sizes` has the attributes of `LLAMA.sizes`.
+    """
     family = content["model_type"]
     biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
     qkv_bias = biases.get("attention_bias", False)
 
-    # If all layers are of one kind, the attributes for all describe it.
+    # Layers of one kind are described by `rope_theta`, `rope_scaling` and `window` of the model,
+    # others by `layer_kinds`.
     rotary = LayerKind(sizes["rope_theta"], _rope_scaling(content["rope_parameters"]))
     kinds = _layer_kinds(content, rotary, sizes["num_layers"])
     is_uniform = len(set(kinds)) == 1 and kinds[0]._replace(window=None) == rotary
@@ -258,6 +311,7 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
         head_size = _positive("head_dim", head_size, int)
         if head_size * sizes["num_heads"] == sizes["width"]:
             head_size = None  # the usual one
+
     return {
         "rope_scaling": rotary.rope_scaling,
         "head_size": head_size,
@@ -278,16 +332,25 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
 
 
 def _normalised_bert(content: dict) -> dict:
-    """Fill in what transformers does: the padding's id, the number of classes, the problem."""
+    """Return a BERT's content with the defaults that transformers fills in.
+
+    They are the id of padding, the number of classes and the problem type.
+    """
     labels = content.get("id2label")
     filled = {"pad_token_id": 0} | content
-    filled["num_labels"] = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
+    if isinstance(labels, dict):
+        filled["num_labels"] = len(labels)
+    else:
+        filled["num_labels"] = content.get("num_labels", 2)
     filled["problem_type"] = content.get("problem_type") or "single_label_classification"
     return filled
 
 
 def _extra_llama(model: Llama) -> dict:
-    """Describe a Llama; models of other families keep the config.json that they came with."""
+    """Return entries of config.json that describe a model of the family "llama".
+
+    Models of other families are exported with the config.json that they came with.
+    """
     rope = {"rope_theta": model.rope_theta, "rope_type": "default"}
     scaling = model.rope_scaling
     if scaling is not None:
@@ -311,7 +374,7 @@ def _extra_llama(model: Llama) -> dict:
 
 
 def _extra_bert(model: Bert) -> dict:
-    """Describe a Bert beside its sizes; classes have no names, so they are numbered."""
+    """Return entries of config.json that describe a Bert; its classes are named by numbers."""
     labels = {str(label): f"LABEL_{label}" for label in range(model.num_classes)}
     return {
         "model_type": "bert",
