@@ -48,12 +48,16 @@ class Architecture:
 
 
 def _attributes(weights: WeightMap, checkpoint: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of the model: those that keywords name, and those of a checkpoint.
+    """Return the attributes with which the class `weights.model` is built.
 
-    A checkpoint (the text of its config.json, or empty) describes more than the sizes, with which
-    the keywords agree.
+    Args:
+      weights: The architecture's weight map.
+      checkpoint: The text of a checkpoint's config.json, which describes more than the sizes. Empty
+        if there is no checkpoint.
+      keywords: Keywords of `Architecture.build`. Those that name no attribute are ignored; others
+        go before the checkpoint's.
     """
-    attributes = {}
+    attributes: dict[str, Any] = {}
     if checkpoint:
         attributes = weights.attributes(json.loads(checkpoint))
     for field in dataclasses.fields(weights.model):
@@ -62,7 +66,8 @@ def _attributes(weights: WeightMap, checkpoint: str, keywords: dict[str, Any]) -
     return attributes
 
 
-# Both take the keywords of all architectures (`Architecture.build`), and hand on those they have.
+# `_build_llama` and `_build_bert` take all keywords of `Architecture.build` (`**keywords`), and
+# `_attributes` chooses those that name attributes of the model.
 
 
 def _build_llama(

@@ -2,6 +2,10 @@
 
 Departures: no dropout, since a loss must depend on parameters and data alone; every token is of
 type 0; what follows a text's tokens has no gradient.
+
+Axes of arrays: B examples, L positions, D features of a position, N layers, H heads, K features of
+a head, F features inside the MLP, C classes, 1 an axis of size one. A *tap* measures gradient norms
+of examples (`models.layers`).
 """
 
 from collections.abc import Callable
@@ -33,7 +37,10 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real tokens of its sequence. Heads precede positions."""
+    """Attention of every position to the real tokens of its sequence. Heads precede positions.
+
+    `real_BL` is true where there is a token of the text, false at padding.
+    """
 
     num_heads: int
     dtype: DTypeLike
@@ -44,6 +51,7 @@ class _Attention(nn.Module):
         H, K = self.num_heads, D // self.num_heads
 
         def heads(name: str) -> Array:
+            """Return the queries, keys or values of all heads, [B, H, L, K]."""
             y = Linear(D, self.dtype, use_bias=True, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, H, K).transpose(0, 2, 1, 3)
 
@@ -145,7 +153,7 @@ class Bert(nn.Module):
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
         sizes = (self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
         self.layers = stacked(block, self.num_layers)(*sizes)
-        self.layer = block(*sizes, parent=None)
+        self.layer = block(*sizes, parent=None)  # without parameters, for `run_layers`
         self.pooler = Linear(self.width, self.dtype, use_bias=True)
         self.classifier = Linear(self.num_classes, self.dtype, to_float32=True, use_bias=True)
 
@@ -163,12 +171,14 @@ class Bert(nn.Module):
         # A length past L is set to 0, because a softmax over no tokens gives NaN.
         lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
+
         x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)  # padding may hold anything
         x_BLD = self.token_type(x_BLD, 0, tap_B)
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
         arguments = (real_BL, tap_B)
         x_BLD, _ = run_layers(self.layers, self.layer, x_BLD, arguments, form=self.layer_form)
+
         first_B1D = x_BLD[:, :1]  # the token [CLS], which stands for the text
         pooled_B1D = jnp.tanh(self.pooler(first_B1D, tap_B))
         logits_B1C = self.classifier(pooled_B1D, tap_B)
@@ -206,7 +216,7 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 
     def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         logits_BC = logits_fn(params, rows, tap_B)
-        # A negative label would count from the last class.
+        # A negative label would count from the last class. As the label C it is filled with NaN.
         labels_B = jnp.where(rows[:, 0] < 0, model.num_classes, rows[:, 0])
         picked_B1 = jnp.take_along_axis(logits_BC, labels_B[:, None], axis=-1, mode="fill")
         return jax.nn.logsumexp(logits_BC, axis=-1) - picked_B1[:, 0]

@@ -42,19 +42,20 @@ def build_network(
       attention: The kernel of attention.
       layer_form: How layers follow one another (`models.kernels.run_layers`).
     """
-    only_with_adapter: dict[str, Any] = {}  # other architectures have no such keyword
+    # `SIZES` names the settings that are sizes. The keyword `adapter` is given only with an
+    # adapter, because some architectures have no such keyword.
+    keywords: dict[str, Any] = {name: getattr(model, name) for name in SIZES}
     if adapter.rank:
-        only_with_adapter["adapter"] = Adapter(adapter.rank, adapter.alpha, adapter.layers)
-    sizes = {name: getattr(model, name) for name in SIZES}
+        keywords["adapter"] = Adapter(adapter.rank, adapter.alpha, adapter.layers)
+    # An error inside `build` becomes a ConfigError, because a user may have added the architecture.
     build = own_code(f"model.arch = {model.arch}")(ARCHITECTURES[model.arch].build)
     return build(
-        **sizes,
+        **keywords,
         dtype=model.dtype,
         checkpoint=model.checkpoint,
         remat=bool(model.remat) if remat is None else remat,
         attention=attention,
         layer_form=layer_form,
-        **only_with_adapter,
     )
 
 
@@ -77,9 +78,10 @@ def build_model(
 
 
 def initialiser(network: nn.Module) -> InitFn:
-    """Return the function that draws a network's parameters."""
+    """Return the function that draws a network's parameters with a typed PRNG key."""
 
-    def init_fn(key):
+    def init_fn(key: Array) -> PyTree:
+        # Parameters do not depend on the shape of the tokens.
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     return init_fn

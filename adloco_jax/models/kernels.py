@@ -2,9 +2,11 @@
 
 The comment above a kernel has the measurement behind its form, dated as in studies/LOG.md.
 
-Axes of arrays, besides those of `core.types`: r is the query heads of one key/value head (H / G), l
-the positions of a block of queries, q these for all r heads, s the keys that a block may see, T
-earlier positions.
+Axes of arrays: B examples, L positions, D features of a position, N layers, V token ids, H query
+heads, G key and value heads, K features of a head. Attention is computed for a block of queries at
+a time: r is the query heads of one key/value head (H / G), l the positions of a block of queries, q
+these for all r heads (r l, heads first), s the keys that a block may see, t or T earlier positions
+of a text that is generated. A `d` before a name is its tangent or cotangent.
 """
 
 import functools
@@ -26,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 # took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
 # long when all activations were kept.
 _KEPT = "kept"
-kept = functools.partial(checkpoint_name, name=_KEPT)
-KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
+kept = functools.partial(checkpoint_name, name=_KEPT)  # kept(x) returns x, marked
+KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)  # the policy for `nn.remat`
 
 # studies/LOG.md, 2026-11-21 and 22: the queries are processed in four blocks, and a block skips the
 # keys that none of its queries sees. This reduced a training step from 633 to 572 ms; two and eight
@@ -64,10 +66,10 @@ def attend(
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
     q_BGrLK = q_BHLK.reshape(B, G, H // G, L, K)
-    size = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)
+    block_length = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)
     blocks = []
-    for start in range(0, L, size):
-        end = min(start + size, L)
+    for start in range(0, L, block_length):
+        end = min(start + block_length, L)
         q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
         k_BGsK = k_BGLK[:, :, :end]
         v_BGsK = v_BGLK[:, :, :end]
@@ -81,7 +83,11 @@ def attend(
 def _attend_block(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> Array:
-    """Compute attention of a block of queries; `num_shared` query heads share a key head (r)."""
+    """Return the attention output [B, G, q, K] of a block of queries.
+
+    The queries are those of the last l of the s positions, and of r = `num_shared` heads for each
+    key head. `starts_Bl` is the first position that each may see; None: position 0.
+    """
     y_BGqK, _ = _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)
     return y_BGqK
 
@@ -89,7 +95,7 @@ def _attend_block(
 def _attend_block_and_sums(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> tuple[Array, Array]:
-    """Return attention outputs, and the log of each query's sum of exponentials [B, G, q, 1]."""
+    """Return `_attend_block`, and the log of each query's sum of exponentials [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
@@ -107,6 +113,7 @@ def _attend_block_and_sums(
 # to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Return the output of `_attend_block`, and its tangent."""
     q, k, v, starts = primals
     dq, dk, dv, _ = tangents
     y, log_sums_BGq1 = _attend_block_and_sums(q, k, v, starts, num_shared)
@@ -129,10 +136,14 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 def _visible(
     q_BGqK: Array, k_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> np.ndarray | Array:
-    """Return the mask [q, s] or [B, 1, q, s] of the keys that a query may see."""
+    """Return the mask of the keys that each query of a block may see: those before, and its own.
+
+    The arguments are those of `_attend_block`. The mask is [q, s]; with `starts_Bl` [B, 1, q, s].
+    """
     num_queries = q_BGqK.shape[2] // num_shared
     num_keys = k_BGsK.shape[2]
-    causal = np.tri(num_queries, num_keys, num_keys - num_queries, bool)  # the last queries
+    # The first query is at position `num_keys - num_queries`.
+    causal = np.tri(num_queries, num_keys, num_keys - num_queries, bool)
     causal = np.tile(causal, (num_shared, 1))
     if starts_Bl is None:
         return causal
@@ -141,7 +152,10 @@ def _visible(
 
 
 def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None = None) -> Array:
-    """Call cuDNN's kernel; heads share the mask of documents."""
+    """Compute causal attention [B, L, H, K] with cuDNN's kernel; queries are already scaled.
+
+    `starts_BL` is the first position to which each position attends, in all heads; None: 0.
+    """
     mask = None
     if starts_BL is not None:
         mask = np.arange(starts_BL.shape[1])[None, None, None] >= starts_BL[:, None, :, None]
@@ -153,13 +167,16 @@ def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None 
 def _fused_grads(
     q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array, dy_BLHK: Array
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values, given the cotangent of `_fused`."""
     _, vjp = jax.vjp(functools.partial(_fused, starts_BL=starts_BL), q_BLHK, k_BLGK, v_BLGK)
     return vjp(dy_BLHK)
 
 
 def _in_one_batch(function: Callable) -> Callable:
-    """Let `vmap` call a function of arrays [B, ...] once, on one batch of all.
+    """Return a function that computes `function`, and that `vmap` maps by a single call.
+
+    Arguments and results of `function` are arrays [B, ...]. Under `vmap` over M batches it is
+    called once, with arrays [M B, ...].
 
     jax 0.10.2 cannot map over cuDNN's call if heads share the mask. A mask for each head takes H
     times the memory: 4.3 GB of bfloat16 with 32 heads and 8,192 positions.
@@ -168,6 +185,7 @@ def _in_one_batch(function: Callable) -> Callable:
 
     @mapped.def_vmap
     def of_batch(axis_size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        """Return the results with a leading mapped axis, and True for each, as vmap requires."""
         merged = []
         for array, has_axis in zip(arrays, is_mapped, strict=True):
             if not has_axis:
@@ -186,7 +204,7 @@ _fused_batch_grads = _in_one_batch(_fused_grads)
 
 @jax.custom_vjp
 def _attend_in_documents(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array) -> Array:
-    """Compute `_fused` within documents, so that it can be mapped and has a gradient."""
+    """Compute `_fused` with `starts_BL`, also under `vmap`; differentiable in reverse mode."""
     return _fused_batch(q_BLHK, k_BLGK, v_BLGK, starts_BL)
 
 
@@ -207,6 +225,7 @@ def _attend_cudnn(
     """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
 
     def attend(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
+        """Return the attention output [B, L, H, K]; here positions precede heads."""
         if starts_BL is None:
             return _fused(q_BLHK, k_BLGK, v_BLGK)
         starts_BL = jnp.broadcast_to(starts_BL, q_BLHK.shape[:2])
@@ -214,7 +233,8 @@ def _attend_cudnn(
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
-        # XLA cannot partition the kernel's call if only some axes are manual.
+        # XLA cannot partition the kernel's call if only some axes of the mesh are manual. Make the
+        # others manual too: they divide the examples, or repeat all of them.
         num_shares = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
         is_divisible = q_BHLK.shape[0] % num_shares == 0
         batch = P(mesh.auto_axes) if is_divisible else P()
@@ -239,7 +259,11 @@ def attend_past(
     v_BGLK: Float[Array, "B G 1 K"],
     is_seen_1T: Bool[Array, "1 T"],
 ) -> Float[Array, "B 1 D"]:
-    """Compute `attend` for one query, which sees itself and some of the past keys and values."""
+    """Compute `attend` for one new position (L = 1) of each text.
+
+    `past` is a dict of "keys" and "values". The query sees the new key, and the past keys where
+    `is_seen_1T` is true.
+    """
     B, H, _, K = q_BHLK.shape
     q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)
     score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
@@ -325,9 +349,10 @@ def stacked(
 ) -> Callable[..., nn.Module]:
     """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
-    Parameters have a leading axis N. A layer takes the activations and arguments that all layers
-    share (an axis in `in_axes` has the layers' own), and returns the new activations and None, or
-    arrays that are stacked.
+    Parameters have a leading axis N. A layer takes activations and further arguments, and returns
+    new activations, and None or arrays that the scan stacks. `in_axes` is for the further
+    arguments, as in `nn.scan`: `nn.broadcast` for one that all layers share, 0 for one with a
+    leading axis N, of which each layer gets its own element.
     """
     return nn.scan(
         block,
@@ -351,16 +376,19 @@ def run_layers(
     order: Sequence[int] = (),
     form: str,
 ) -> tuple[Float[Array, "B L D"], PyTree]:
-    """Apply a stack of layers; return the activations, and what the layers return besides, stacked.
+    """Apply a stack of layers.
+
+    Returns the activations, and a tree of the layers' second results, stacked to [N, ...].
 
     Args:
       layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
         the layers' arrays instead of their stack, except with "scan".
       layer: Module of a single layer with the same attributes, not bound to parameters.
       x_BLD: Activations, the input of the first layer.
-      *kinds: Further arguments, for each kind of layers. If there are several kinds, a layer that
-        is scanned is given all kinds' arguments, stacked, and its own kind as the last argument.
-      order: The layers' kinds, if there are several.
+      *kinds: A tuple of a layer's further arguments, for each kind of layers. If there are several
+        kinds, a layer that is scanned is given all kinds' arguments, each stacked over the kinds,
+        and its own kind as the last argument.
+      order: The kind of each layer, an index into `kinds`, if there are several; else empty.
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
         which is fastest on a CPU, or "inline" every layer, which gives a GPU the fewest kernels.
     """
@@ -371,6 +399,8 @@ def run_layers(
         return layers(x_BLD, *stacks, jnp.asarray(order))
 
     def layer_function(further: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
+        """Return a function of a layer's variables and input, with the arguments of one kind."""
+
         def apply(variables: PyTree, x_BLD: Array) -> Any:
             return layer.apply(variables, x_BLD, *further)
 
@@ -379,9 +409,9 @@ def run_layers(
             apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
         return apply
 
+    # Split all layers at once, so that the gradients are concatenated in one step too.
     functions = [layer_function(further) for further in kinds]
     leaves_N, structure = jax.tree.flatten(layers.variables, is_leaf=_is_split)
-    # Split all layers at once, so that the gradients are concatenated in one step too.
     parts_of_leaves = []
     for leaf_N in leaves_N:
         if _is_split(leaf_N):
@@ -389,6 +419,7 @@ def run_layers(
         else:
             parts_1 = lax.split(leaf_N, [1] * len(leaf_N))
             parts_of_leaves.append([part_1[0] for part_1 in parts_1])
+
     outputs = []
     for number, leaves in enumerate(zip(*parts_of_leaves, strict=True)):
         kind = order[number] if order else 0

@@ -1,13 +1,15 @@
 """Layers with weights, which can measure the gradient norm of each example by a *tap*.
 
-`tap_B` is float32 zeros, one for each example. In the backward pass its cotangent is, summed over
-the layers that get it, the squared norm of the example's part of the gradient: of a mean over B
-examples, 1/B^2 of that of the example's own gradient. A tap changes no result, but a negative entry
-masks its example out of all weight gradients. Reverse mode only (`custom_vjp`). A weight must be
-used by one tapped layer, once per pass; a tied embedding has `look_up_tied`.
+`tap_B` is float32 zeros, one for each example. Its cotangent in the backward pass is the squared
+norm of each example's part of the gradient, summed over the layers that get the tap. If the loss is
+a mean over B examples, such a part is 1/B of the gradient of the example's own loss. A tap changes
+no result, but a negative entry masks its example out of all weight gradients. Taps work in reverse
+mode only (`custom_vjp`). A weight must be used by one tapped layer, once per pass; a tied embedding
+has `look_up_tied`.
 
-Axes of arrays, besides those of `core.types`: A is the rank of an adapter, D and F the sizes of a
-layer's inputs and outputs.
+Axes of arrays: B examples, L positions of an example, V token ids, N layers, D and F the inputs and
+outputs of a layer, A the rank of an adapter, 1 an axis of size one. A name that ends in `_B` alone
+is of an array whose first axis is B.
 """
 
 import dataclasses
@@ -37,7 +39,8 @@ Tap: TypeAlias = Float[Array, " B"] | None
 """A gradient tap (see the module docstring), or None for plain operations."""
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
-"""A condition on a model's attributes: their names, the predicate, and the remedy in words."""
+"""A condition on a model's attributes: their names, a predicate of their values in this order, and
+the remedy in words."""
 
 HEADS_DIVIDE_WIDTH: Rule = (
     ("num_heads", "width"),
@@ -66,11 +69,14 @@ LOW_RANK = ("lora_a", "lora_b")  # the leaves of an adapter
 
 
 def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
-    """Add the products of a model's adapter to its weights: the parameters without an adapter."""
+    """Return the parameters of the model without an adapter that computes the same.
+
+    `params` has the adapter's leaves; their products, scaled, are added to the matrices beside.
+    """
     leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
     modules = [path[:-1] for path in leaves if path[-1] == "lora_a"]
     for module in modules:
-        a_NDA = leaves.pop((*module, "lora_a"))
+        a_NDA = leaves.pop((*module, "lora_a"))  # of a module's all N layers
         b_NAF = leaves.pop((*module, "lora_b"))
         product = adapter.alpha / adapter.rank * (a_NDA @ b_NAF)
         leaves[*module, "kernel"] = leaves[*module, "kernel"] + product
@@ -78,8 +84,12 @@ def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
 
 
 def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Divide the parameters of a model with an adapter into the adapter's and the base weights."""
-    adapter, base = {}, {}
+    """Divide the parameters of a model with an adapter: return the adapter's, and the base weights.
+
+    Both are trees of nested dicts, with the same paths as in `params`.
+    """
+    adapter: dict[tuple[str, ...], Any] = {}
+    base: dict[tuple[str, ...], Any] = {}
     for path, leaf in flatten_dict(params).items():
         part = adapter if path[-1] in LOW_RANK else base
         part[path] = leaf
@@ -87,14 +97,18 @@ def split_adapter(params: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
-    """Put together again what `split_adapter` divides."""
+    """Return the parameters with the leaves of both trees; the inverse of `split_adapter`."""
     return unflatten_dict(flatten_dict(base) | flatten_dict(adapter))
 
 
 def _weight(
     module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], tap_B: Tap = None
 ) -> tuple[Any, Tap]:
-    """Return a module's weight, and the tap of its layer: None if the weight is frozen."""
+    """Return a module's weight of a name, and the tap for the layer that uses the weight.
+
+    A weight in the collection `BASE` is frozen: it gets no gradient, and the tap is None. Any other
+    is a float32 parameter, drawn by `init(key, shape, dtype)`.
+    """
     if module.has_variable(BASE, name):
         return lax.stop_gradient(module.get_variable(BASE, name)), None
     return module.param(name, init, shape, jnp.float32), tap_B
@@ -108,7 +122,10 @@ _KNOWN_DTYPE: Rule = (
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
-    """Raise ValueError if a model has a size below 1 or an unknown dtype, or breaks a rule."""
+    """Raise ValueError if a model has a size below 1 or an unknown dtype, or breaks a rule.
+
+    Sizes are the attributes of type int.
+    """
     for field in dataclasses.fields(network):
         size = getattr(network, field.name)
         if field.type is int and size < 1:
@@ -131,7 +148,7 @@ def check_length(length: int, max_length: int) -> None:
 
 @functools.cache
 def param_shapes(network: nn.Module) -> PyTree:
-    """Return the shapes and dtypes of a model's parameters, without allocating them."""
+    """Return a model's parameter tree with `jax.ShapeDtypeStruct` for arrays."""
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(jax.random.key, 0)  # a key of its own would start the devices
     return jax.eval_shape(network.init, key, tokens_BL)["params"]
@@ -155,14 +172,14 @@ def project(
       to_float32: Whether sums and result are float32, whatever `dtype` is.
     """
     multiply = functools.partial(_multiply, dtype=dtype, to_float32=to_float32)
-    return _use(multiply, None, x_BLD, w_DF, tap_B)
+    return _apply_layer(multiply, None, x_BLD, w_DF, tap_B)
 
 
 def apply_gain(
     x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Multiply every feature of the activations by its gain."""
-    return _use(_scale, _example_norms, x_BLD, gain_D, tap_B)
+    return _apply_layer(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
 def add_bias(
@@ -171,18 +188,25 @@ def add_bias(
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
     """Add a vector, the same or one for each position, in float32; keep the dtype of `x_BLD`."""
-    return _use(_shift, _example_norms, x_BLD, bias, tap_B)
+    return _apply_layer(_shift, _example_norms, x_BLD, bias, tap_B)
 
 
 def look_up(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Look up the row of the table for every token; an id past the end of the table gives NaN."""
-    return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
+    return _apply_layer(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
 class TiedTap(NamedTuple):
-    """The tap of a head whose matrix is the embedding table, see `look_up_tied`."""
+    """The tap of a head whose matrix is the embedding table, from `look_up_tied`.
+
+    Attributes:
+      tap_B: The tap.
+      tokens_BL: The ids that were looked up.
+      rows_BLD: Zeros. Their cotangent is the head's part of the table's gradient, at the rows of
+        these tokens.
+    """
 
     tap_B: Array
     tokens_BL: Array
@@ -200,7 +224,7 @@ def look_up_tied(
     """
     if tap_B is None:
         return look_up(table_VD, tokens_BL), None
-    x_BLD, rows_BLD = _use(_take_and_zeros, _tied_norms, tokens_BL, table_VD, tap_B)
+    x_BLD, rows_BLD = _apply_layer(_take_and_zeros, _tied_norms, tokens_BL, table_VD, tap_B)
     return x_BLD, TiedTap(tap_B, tokens_BL, rows_BLD)
 
 
@@ -223,7 +247,11 @@ def attend_tied(
 
 @jax.custom_vjp
 def _with_rows(y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array) -> Array:
-    """Return `y_BLV`; the cotangent of `rows_BLD` is the table's gradient at the tokens."""
+    """Return `y_BLV`, the logits that a tied head computes from `x_BLD`.
+
+    The cotangent of `rows_BLD` is the head's part of the table's gradient at `tokens_BL`: for
+    example b and position l, the gradient of the row of token `tokens_BL[b, l]`.
+    """
     return y_BLV
 
 
@@ -233,7 +261,8 @@ def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
 
 def _with_rows_backward(residuals, dy_BLV):
     x_BLD, tokens_BL = residuals
-    # The gradient of a token's row: M positions have the token, L the vectors that met the row.
+    # The gradient of the row of the token at position m is a sum over all positions l of the
+    # token's logit's cotangent at l, times the vector at l. M and L are both the positions.
     dy_BLM = jnp.take_along_axis(dy_BLV, tokens_BL[:, None, :], axis=2)
     x32_BLD = x_BLD.astype(dy_BLM.dtype)
     rows_BMD = jnp.einsum("blm,bld->bmd", dy_BLM, x32_BLD, precision="highest")
@@ -243,14 +272,26 @@ def _with_rows_backward(residuals, dy_BLV):
 _with_rows.defvjp(_with_rows_forward, _with_rows_backward)
 
 
-def _use(
+def _apply_layer(
     layer: Callable[[Array, Array], Any],
     norms_fn: Callable[..., Array] | None,
     x_B: Array,
     weight: Array,
     tap_B: Tap,
 ) -> Any:
-    """Call `layer(x_B, weight)`; with a tap, the backward pass also measures norms (`_tapped`)."""
+    """Return `layer(x_B, weight)`; with a tap, the backward pass also measures gradient norms.
+
+    Args:
+      layer: A function of a batch of inputs and one weight; it returns an array with the axis B
+        first, or a tuple of such arrays.
+      norms_fn: `norms_fn(weight_grad, x_B, dy_B)` returns the squared norm of each example's weight
+        gradient, float32 [B]. `dy_B` is the cotangent of the layer's result, and
+        `weight_grad(x_B, dy_B)` the weight's gradient for some examples. None: each example's
+        gradient is computed on its own.
+      x_B: Inputs.
+      weight: The weight.
+      tap_B: The tap.
+    """
     # This constraint has an effect only under `nn.logical_axis_rules`. There a sharded weight is
     # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
     # XLA would move the activations instead, which are larger for a batch of long sequences.
@@ -260,7 +301,11 @@ def _use(
     return _tapped(layer, norms_fn, x_B, weight, tap_B)
 
 
+# The layers of `_apply_layer`: functions of inputs and a weight.
+
+
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
+    """Compute `project`."""
     batch, length, width = x_BLD.shape
     # All positions are one axis (P). On a CPU, weight gradients summed over two axes made a step
     # 1.2 to 1.4 times as long.
@@ -288,29 +333,36 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
+    """Return the tokens' rows of the table, and `TiedTap.rows_BLD`."""
     x_BLD = _take(tokens_BL, table_VD)
     return x_BLD, jnp.zeros_like(x_BLD)
 
 
-# Squared norms of the examples' weight gradients, float32 [B]: `norms_fn` of `_tapped`.
-# `weight_grad(x_B, dy_B)` computes the gradient of a batch, `dy_B` is the cotangent of the result.
+# The functions `norms_fn` of `_apply_layer`.
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Compute the gradient of each example; for weights that are small."""
+    """Return squared norms by computing the gradient of each example; for small weights."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Compute norms of a table's gradient, whose row of a token is the sum over its positions."""
+    """Return squared norms of a table's gradient for each example.
+
+    The gradient's row of a token is the sum r of `dy_BLD` over the token's positions. The squared
+    norm |r|^2 is the sum of dy.r over these positions.
+    """
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
-    of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
-    return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
+    row_grads_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
+    return jnp.sum(dy_BLD * row_grads_BLD, axis=(1, 2))
 
 
 def _tied_norms(weight_grad: Callable, tokens_BL: Array, dy_B: tuple[Array, Array]) -> Array:
-    """Compute what the norm of a tied table's gradient has beyond the norm of the head's part."""
+    """Return |e + h|^2 - |h|^2 for the gradients e of the embedding and h of a tied head.
+
+    `dy_B` has the cotangents of the looked-up rows, and of `TiedTap.rows_BLD`: h at the tokens.
+    """
     dy_BLD, rows_BLD = dy_B
     products_B = jnp.sum(dy_BLD * rows_BLD, axis=(1, 2))
     return _token_norms(weight_grad, tokens_BL, dy_BLD) + 2 * products_B
@@ -324,9 +376,9 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Any:
-    """Call `layer(x_B, weight)`; the cotangent of `tap_B` is the squared norms of gradients.
+    """Return `layer(x_B, weight)`; the cotangent of `tap_B` is the squared norms [B].
 
-    Without `norms_fn`, the backward pass computes each example's gradient for its norm.
+    The arguments are those of `_apply_layer`.
     """
     return layer(x_B, weight)
 
@@ -336,11 +388,13 @@ def _tapped_forward(layer, norms_fn, x_B, weight, tap_B):
 
 
 def _tapped_backward(layer, norms_fn, residuals, dy_B):
+    """Return the cotangents of `x_B`, `weight` and `tap_B`."""
     x_B, weight, tap_B = residuals
     _, input_vjp = jax.vjp(lambda x_B: layer(x_B, weight), x_B)
     (dx_B,) = input_vjp(dy_B)
 
     def weight_grad(x_B, dy_B):
+        """Return the weight's gradient, summed over some examples."""
         _, weight_vjp = jax.vjp(lambda weight: layer(x_B, weight), weight)
         (grad,) = weight_vjp(dy_B)
         return grad
@@ -352,6 +406,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
     def example_grad(x, dy, tap):
+        """Return one example's gradient, and its squared norm; zeros if the example is masked."""
         grad = jnp.where(tap < 0, 0.0, weight_grad(x[None], dy[None]))
         return grad, jnp.sum(jnp.square(grad))
 
@@ -361,6 +416,8 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
     # tokens). The Gram form (norms from [L, L] products) would need no gradient per example, but
     # L (1/D + 1/F) times the FLOPs of such a gradient.
     def sequential(*examples_B):
+        """Return the sum of the examples' gradients, and their squared norms [B], in a loop."""
+
         def add_example(grad_sum, example):
             grad, norm = example_grad(*example)
             return grad_sum + grad, norm
@@ -368,6 +425,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         return lax.scan(add_example, jnp.zeros_like(weight), examples_B)
 
     def at_once(*examples_B):
+        """Return what `sequential` does, with all gradients in memory at one time."""
         grads_B, norms_B = jax.vmap(example_grad)(*examples_B)
         return jnp.sum(grads_B, axis=0), norms_B
 
@@ -381,7 +439,11 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """A product with one matrix at every position, and perhaps a bias."""
+    """A product with one matrix [D, F] at every position; F is `features`.
+
+    With `to_float32` sums and result are float32, whatever `dtype` is. A matrix from the collection
+    `BASE` is frozen, and may be quantised. An adapter's product is added, then a bias.
+    """
 
     features: int
     dtype: DTypeLike
@@ -392,21 +454,25 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
         """Apply `project`, add the product of an adapter, and apply `add_bias` if it has a bias."""
-        num_inputs, num_outputs = x_BLD.shape[-1], self.features
+        num_inputs = x_BLD.shape[-1]
+        num_outputs = self.features
         w_DF, kernel_tap_B = _weight(self, "kernel", _INIT, (num_inputs, num_outputs), tap_B)
         if is_quantised(w_DF):
             # Without the barrier XLA for GPUs dequantises several layers ahead, and holds them.
             w_DF, x_BLD = lax.optimization_barrier((w_DF, x_BLD))
             w_DF = dequantised(w_DF)
         y_BLF = project(x_BLD, w_DF, kernel_tap_B, dtype=self.dtype, to_float32=self.to_float32)
+
         if self.adapter is not None:
-            rank, scale = self.adapter.rank, self.adapter.alpha / self.adapter.rank
+            rank = self.adapter.rank
+            scale = self.adapter.alpha / rank
             a_DA = self.param("lora_a", _LORA_A_INIT, (num_inputs, rank), jnp.float32)
             b_AF = self.param("lora_b", nn.initializers.zeros, (rank, num_outputs), jnp.float32)
             h_BLA = project(x_BLD, a_DA, tap_B, dtype=self.dtype)
             y_BLF = y_BLF + project(
                 scale * h_BLA, b_AF, tap_B, dtype=self.dtype, to_float32=self.to_float32
             )
+
         if not self.use_bias:
             return y_BLF
         bias_F, bias_tap_B = _weight(self, "bias", nn.initializers.zeros, (num_outputs,), tap_B)
@@ -468,23 +534,26 @@ class Embed(nn.Module):
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Apply `look_up` and cast to `dtype`."""
-        return self._cast(look_up(self.embedding, tokens_BL, self._tap(tap_B)), tokens_BL)
+        x_BLD = look_up(self.embedding, tokens_BL, self._tap(tap_B))
+        return self._without_pad_grad(x_BLD, tokens_BL).astype(self.dtype)
 
     def look_up_tied(
         self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
     ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
         """Apply `look_up_tied` and cast to `dtype`."""
         x_BLD, tap = look_up_tied(self.embedding, tokens_BL, self._tap(tap_B))
-        return self._cast(x_BLD, tokens_BL), tap
+        return self._without_pad_grad(x_BLD, tokens_BL).astype(self.dtype), tap
 
     def _tap(self, tap_B: Tap) -> Tap:
+        """Return the tap, or None if the table is frozen."""
         return None if self.has_variable(BASE, "embedding") else tap_B
 
-    def _cast(self, x_BLD: Array, tokens_BL: Array) -> Array:
-        if self.pad_id is not None:
-            is_pad_BL1 = (tokens_BL == self.pad_id)[:, :, None]
-            x_BLD = jnp.where(is_pad_BL1, lax.stop_gradient(x_BLD), x_BLD)
-        return x_BLD.astype(self.dtype)
+    def _without_pad_grad(self, x_BLD: Array, tokens_BL: Array) -> Array:
+        """Return the embeddings `x_BLD` of tokens; those of `pad_id` pass no gradient on."""
+        if self.pad_id is None:
+            return x_BLD
+        is_pad_BL1 = (tokens_BL == self.pad_id)[:, :, None]
+        return jnp.where(is_pad_BL1, lax.stop_gradient(x_BLD), x_BLD)
 
     def attend(
         self, x_BLD: Float[Array, "B L D"], tap: TiedTap | None = None

@@ -2,6 +2,11 @@
 
 Arithmetic is that of Hugging Face's families of this form (`models.weight_maps`); matrices are
 transposed.
+
+Axes of arrays: B examples, L positions, V token ids, D features of a position, N layers, H query
+heads, G key and value heads, K features of a head, F features inside the MLP, T positions with
+room for new tokens, 1 an axis of size one. Layers that differ are of several *kinds*
+(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`).
 """
 
 import functools
@@ -82,10 +87,12 @@ class RopeScaling(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What a layer knows of positions.
+    """How positions enter a layer.
 
-    `rope_theta` is the base of its rotary wavelengths; None: queries and keys are not rotated.
-    `window` is the number of positions to which a position attends, its own included; None: all.
+    Attributes:
+      rope_theta: Base of the rotary wavelengths; None: queries and keys are not rotated.
+      rope_scaling: How rotary frequencies are divided; None: they are not.
+      window: Number of positions to which a position attends, its own and those before; None: all.
     """
 
     rope_theta: float | None
@@ -96,20 +103,27 @@ class LayerKind(NamedTuple):
 def rotary_frequencies(
     head_size: int, theta: float | None, scaling: RopeScaling | None = None
 ) -> np.ndarray:
-    """Return the angle, in radians, by which each pair of a head's features turns per position."""
+    """Return the angle, in radians, by which each pair of a head's features turns per position.
+
+    The result is float64 [K / 2], for a head of K features; zeros without `theta`.
+    """
     if theta is None:
         return np.zeros(head_size // 2)
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
-    factor, low, high, length = scaling
-    turns = length * frequencies / (2 * np.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: not divided, 0: divided by factor
-    return frequencies * (kept + (1 - kept) / factor)
+    turns = scaling.original_length * frequencies / (2 * np.pi)
+    kept = (turns - scaling.low) / (scaling.high - scaling.low)
+    kept = np.clip(kept, 0, 1)  # 1: not divided, 0: divided by factor
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
-    """Return the cosines, and the sines with the signs that `_rotate` needs: float32 [L, K]."""
+    """Return cosines and signed sines of the angles at `length` positions: two float32 [L, K].
+
+    `frequencies` [K / 2] are from `rotary_frequencies`. In `_rotate`, feature i < K / 2 becomes
+    x[i] cos - x[i + K / 2] sin, so that the first half of the sines is negative.
+    """
     angles = np.arange(length)[:, None] * frequencies[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
@@ -145,20 +159,30 @@ class _Sizes(NamedTuple):
     adapter: Adapter | None
 
     def linear(self, part: str) -> Callable[..., Linear]:
-        """Return what makes the linear layers of a part of a block, "attention" or "mlp"."""
+        """Return a constructor of the linear layers in a part of a block, "attention" or "mlp".
+
+        It takes the number of outputs, and as keywords `use_bias` and `name`.
+        """
         adapter = None if self.adapter is None else self.adapter.of(part)
         return functools.partial(Linear, dtype=self.dtype, adapter=adapter)
 
     def norm(self, name: str) -> RMSNorm:
-        """Return the norm of this name."""
+        """Return a norm whose parameters have this name."""
         return RMSNorm(self.norm_eps, self.dtype, self.norm_offset, name=name)
 
 
 class _Attention(nn.Module):
     """Causal grouped-query attention. Heads precede positions, as the products need it.
 
-    With `PAST` it also returns the new keys and values. One that is not empty has those of earlier
-    positions, of a text with one new token; `seen` is then a mask of them, [1, T].
+    Returns its output [B, L, D], and None, or the new keys and values if the variables have the
+    collection `PAST`: a dict of "keys" and "values" [B, G, L, K]. There are three cases:
+
+    - No `PAST`: `seen` [B or 1, L] is the first position to which each position attends; None: 0.
+    - `PAST` with arrays of size 0: a prompt is read. `seen` is as above.
+    - `PAST` with keys and values [B, G, T, K]: the input is one new token of each text (L = 1), and
+      `seen` [1, T] tells the positions of `PAST` to which the token attends.
+
+    `cos_LK` and `sin_LK` are from `_rotary_tables`.
     """
 
     sizes: _Sizes
@@ -173,17 +197,21 @@ class _Attention(nn.Module):
         linear = sizes.linear("attention")
 
         def heads(name: str, num_heads: int, *, norm: bool = False) -> Array:
-            """Return the queries, keys or values of all heads, [B, heads, L, K]."""
+            """Return the queries, keys or values of all heads, [B, num_heads, L, K]."""
             project = linear(num_heads * K, use_bias=sizes.qkv_bias, name=name)
             y = project(x_BLD, tap_B)
-            if norm:  # a vector for each position and head
+            if norm:  # the vector of each position and head is normalised
                 norm_heads = sizes.norm(f"{name}_norm")
                 y = norm_heads(kept(y).reshape(B, L * num_heads, K), tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
         def rotated(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
+            """Rotate queries or keys; keep the result for the backward pass without norms.
+
+            With norms, `heads` keeps the inputs of the norms instead.
+            """
             y_BHLK = _rotate(x_BHLK, cos_LK, sin_LK)
-            return y_BHLK if sizes.qk_norm else kept(y_BHLK)  # with norms, their inputs are kept
+            return y_BHLK if sizes.qk_norm else kept(y_BHLK)
 
         # Rotate and scale the queries in one multiplication.
         scale = (sizes.query_size or K) ** -0.5
@@ -205,6 +233,7 @@ class _Attention(nn.Module):
         return kept(out(y_BLD, tap_B)), new
 
 
+# The gated product inside the MLP, `function(gate_BLF, up_BLF)`, by `Llama.activation`.
 _ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
     "silu": swiglu,
     "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
@@ -222,14 +251,15 @@ class _MLP(nn.Module):
         linear = functools.partial(self.sizes.linear("mlp"), use_bias=self.sizes.mlp_bias)
         gate_BLF = kept(linear(width, name="gate")(x_BLD, tap_B))
         up_BLF = kept(linear(width, name="up")(x_BLD, tap_B))
-        down = linear(x_BLD.shape[-1], name="down")
-        return down(_ACTIVATIONS[self.sizes.activation](gate_BLF, up_BLF), tap_B)
+        product_BLF = _ACTIVATIONS[self.sizes.activation](gate_BLF, up_BLF)
+        return linear(x_BLD.shape[-1], name="down")(product_BLF, tap_B)
 
 
 class _Block(nn.Module):
-    """One transformer layer. It returns the activations and, with `PAST`, new keys and values.
+    """One transformer layer. It returns activations [B, L, D], and the second result of attention.
 
-    Given the kind of the layer, the arguments from `cos_LK` to `seen` are stacks over all kinds.
+    The arguments from `cos_LK` to `seen` are those of `_Attention`. If `kind` is given, each of
+    them has a leading axis of all kinds of layers, of which the layer takes the index `kind`.
     """
 
     sizes: _Sizes
@@ -249,18 +279,31 @@ class _Block(nn.Module):
             cos_LK, sin_LK, tap_B, seen = jax.tree.map(lambda stack: stack[kind], stacks)
         attention = _Attention(self.sizes, name="attention")
         mlp = _MLP(self.sizes, name="mlp")
-        norm, has_out_norms = self.sizes.norm, self.sizes.out_norms
+        norm = self.sizes.norm
+        has_out_norms = self.sizes.out_norms
         attention_norm = norm("attention_norm")
         mlp_norm = norm("mlp_in_norm" if has_out_norms else "mlp_norm")
 
-        y_BLD, new = attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, seen)
+        y_BLD, new_keys_values = attention(
+            attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B, seen
+        )
         if has_out_norms:
             y_BLD = norm("attention_out_norm")(y_BLD, tap_B)
         x_BLD = x_BLD + y_BLD
+
         y_BLD = mlp(mlp_norm(x_BLD, tap_B), tap_B)
         if has_out_norms:
             y_BLD = norm("mlp_out_norm")(y_BLD, tap_B)
-        return x_BLD + y_BLD, new
+        return x_BLD + y_BLD, new_keys_values
+
+
+class _LayerArguments(NamedTuple):
+    """The arguments of a layer (`_Attention`) besides the activations, for one kind of layers."""
+
+    cos_LK: Array
+    sin_LK: Array
+    tap_B: Tap
+    seen: Array | None
 
 
 class Llama(nn.Module):
@@ -343,6 +386,7 @@ class Llama(nn.Module):
         check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
+
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
@@ -366,18 +410,20 @@ class Llama(nn.Module):
             adapter=self.adapter,
         )
         self.embed = Embed(self.vocab_size, self.width, self.dtype, self.pad_id)
-        in_axes = nn.broadcast  # all layers have the same further arguments
-        if len(set(self.kinds)) > 1:  # but for the last of five, their kind
+        # All layers of a scan get the same `_LayerArguments`. If there are several kinds, each
+        # layer also gets an element of a fifth argument, its kind.
+        in_axes = nn.broadcast
+        if len(set(self.kinds)) > 1:
             in_axes = (nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast, 0)
         self.layers = stacked(block, self.num_layers, in_axes)(sizes)
-        self.layer = block(sizes, parent=None)
+        self.layer = block(sizes, parent=None)  # without parameters, for `run_layers`
         self.norm = RMSNorm(self.norm_eps, self.dtype, self.norm_offset)
         if not self.tied:
             self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers."""
+        """The kind of each layer, from the first to the last."""
         uniform = LayerKind(self.rope_theta, self.rope_scaling, self.window)
         return self.layer_kinds or (uniform,) * self.num_layers
 
@@ -401,7 +447,10 @@ class Llama(nn.Module):
         tap_B: Tap = None,
         starts_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
-        """Return what `logits` takes: the last layer's normalised output, and the head's tap."""
+        """Return the two arguments of `logits`: the normalised output of the last layer, and a tap.
+
+        The arguments are those of `__call__`. The tap is the head's, None without `tap_B`.
+        """
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)
         arguments = self._layer_arguments(length, tap_B, starts_BL)
@@ -411,33 +460,43 @@ class Llama(nn.Module):
     def extend(
         self, tokens_BL: Int[Array, "B L"], position: int | Int[Array, ""] = 0
     ) -> tuple[Float[Array, "B L D"], dict[str, Float[Array, "N B G L K"]]]:
-        """Compute `hidden` of new tokens of texts, and their keys and values.
+        """Return the normalised output of the last layer for new tokens, and their keys and values.
 
-        Those of earlier positions are in the collection `PAST`, at their positions among T: none
-        yet if T is 0; otherwise there is one new token, at `position`.
+        The variables must have the collection `PAST`: {"layers": {"attention": {"keys": ...,
+        "values": ...}}}, arrays [N, B, G, T, K] or of size 0. The second result is a dict of
+        "keys" and "values" of the new tokens.
+
+        With T = 0 the tokens are the first L of each text, and `position` is not used. Otherwise
+        there is one token of each text (L = 1), at `position`, and `PAST` holds the keys and values
+        of all earlier positions. What `PAST` holds from `position` on is ignored.
         """
         num_past = self.variables[PAST]["layers"]["attention"]["keys"].shape[-2]
-        of_kinds = self._layer_arguments(num_past or tokens_BL.shape[1])
-        if num_past:
+        if num_past == 0:
+            arguments_of_kinds = self._layer_arguments(tokens_BL.shape[1])
+        else:
+            arguments_of_kinds = []
             past_1T = jnp.arange(num_past)[None]
-
-            def at_position(cos_TK: Any, sin_TK: Any, _: Tap, starts_1T: Array | None) -> tuple:
-                cos_1K = lax.dynamic_slice_in_dim(cos_TK, position, 1)
-                sin_1K = lax.dynamic_slice_in_dim(sin_TK, position, 1)
+            for at_all_positions in self._layer_arguments(num_past):
+                cos_TK, sin_TK, _, starts_1T = at_all_positions
                 first = 0 if starts_1T is None else starts_1T[0, position]
-                is_seen_1T = (first <= past_1T) & (past_1T < position)
-                return cos_1K, sin_1K, None, is_seen_1T
+                arguments = _LayerArguments(
+                    cos_LK=lax.dynamic_slice_in_dim(cos_TK, position, 1),
+                    sin_LK=lax.dynamic_slice_in_dim(sin_TK, position, 1),
+                    tap_B=None,
+                    seen=(first <= past_1T) & (past_1T < position),
+                )
+                arguments_of_kinds.append(arguments)
 
-            of_kinds = [at_position(*arguments) for arguments in of_kinds]
-        hidden_BLD, _, new = self._run(tokens_BL, None, of_kinds)
-        return hidden_BLD, new
+        hidden_BLD, _, new_keys_values = self._run(tokens_BL, None, arguments_of_kinds)
+        return hidden_BLD, new_keys_values
 
     def _run(
-        self, tokens_BL: Array, tap_B: Tap, of_kinds: list[tuple[Array | None, ...]]
+        self, tokens_BL: Array, tap_B: Tap, arguments_of_kinds: list[_LayerArguments]
     ) -> tuple[Array, Tap | TiedTap, PyTree]:
-        """Return what `hidden` does, and new keys and values if there is `PAST`.
+        """Return the normalised output of the last layer [B, L, D], and the tap of the head.
 
-        `of_kinds` is from `_layer_arguments`.
+        `arguments_of_kinds` is from `_layer_arguments`. The third result is None, or with the
+        collection `PAST` the new keys and values of all layers, a dict of arrays [N, B, G, L, K].
         """
         head_tap = tap_B
         if self.tied:
@@ -446,12 +505,20 @@ class Llama(nn.Module):
             x_BLD = self.embed(tokens_BL, tap_B)
         if self.scales_embedding:
             x_BLD = x_BLD * self.width**0.5
+
         kinds = self._distinct_kinds
-        order = [kinds.index(kind) for kind in self.kinds] if len(kinds) > 1 else ()
-        x_BLD, new = run_layers(
-            self.layers, self.layer, x_BLD, *of_kinds, order=order, form=self.layer_form
+        kind_of_layers = []
+        if len(kinds) > 1:
+            kind_of_layers = [kinds.index(kind) for kind in self.kinds]
+        x_BLD, new_keys_values = run_layers(
+            self.layers,
+            self.layer,
+            x_BLD,
+            *arguments_of_kinds,
+            order=kind_of_layers,
+            form=self.layer_form,
         )
-        return self.norm(x_BLD, tap_B), head_tap, new
+        return self.norm(x_BLD, tap_B), head_tap, new_keys_values
 
     @property
     def _distinct_kinds(self) -> list[LayerKind]:
@@ -460,47 +527,53 @@ class Llama(nn.Module):
 
     def _layer_arguments(
         self, length: int, tap_B: Tap = None, starts_BL: Array | None = None
-    ) -> list[tuple[Array | None, ...]]:
-        """Return the further arguments of layers, for each of their kinds.
+    ) -> list[_LayerArguments]:
+        """Return the arguments of a layer for positions 0 to `length`, for each distinct kind.
 
-        They are cosines and sines of rotary angles, the tap, and the first position to which each
-        position attends (None: position 0).
+        `seen` is the first position to which each position attends, int32 [B or 1, L]: in the text
+        as `starts_BL` says, and within the kind's window. None: position 0. If one kind has a
+        window below `length`, no kind has None, because a scan stacks the kinds' arguments.
         """
         kinds = self._distinct_kinds
         if starts_BL is None and any((kind.window or length) < length for kind in kinds):
             starts_BL = jnp.zeros((1, length), jnp.int32)
 
-        def of_kind(kind: LayerKind) -> tuple:
+        arguments_of_kinds = []
+        for kind in kinds:
             # Rotary attention depends on distances alone: tables need no restart in a document.
             frequencies = rotary_frequencies(self.head_dim, kind.rope_theta, kind.rope_scaling)
             cos_LK, sin_LK = _rotary_tables(length, frequencies)
-            starts, window = starts_BL, kind.window
-            if window is not None and window < length and starts is not None:
-                first_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
-                starts = jnp.maximum(starts, first_1L)
-            return cos_LK, sin_LK, tap_B, starts
-
-        return [of_kind(kind) for kind in kinds]
+            seen = starts_BL
+            window = kind.window
+            if window is not None and window < length and seen is not None:
+                in_window_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
+                seen = jnp.maximum(seen, in_window_1L)
+            arguments_of_kinds.append(_LayerArguments(cos_LK, sin_LK, tap_B, seen))
+        return arguments_of_kinds
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
-        """Return the float32 logits that the head computes from the results of `hidden`."""
+        """Return the head's float32 logits; the arguments are the two results of `hidden`."""
         if self.tied:
             return self.embed.attend(hidden_BLD, tap)
         return self.head(hidden_BLD, tap)
 
 
 def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
-    """Return the collections of Flax: trained parameters, and frozen weights if there are some."""
+    """Return the variables for `apply`, by collection: parameters, and frozen weights if any."""
     if base is None:
         return {"params": params}
     return {"params": params, BASE: base}
 
 
-_MAX_LOGITS = 2**27  # of a part of a sequence, in a chunked loss: 0.5 GB in float32
+# The most logits of a part of a sequence in a chunked loss: 0.5 GB in float32.
+_MAX_LOGITS = 2**27
 
 
 def _num_parts(length: int, vocab_size: int) -> int:
-    """Return into how many parts of equal length a chunked loss divides a sequence."""
+    """Return into how many parts a chunked loss divides a sequence: a power of two.
+
+    It is the least with which a part of `length / parts` positions has at most `_MAX_LOGITS`.
+    """
     parts = 1
     while -(-length // parts) * vocab_size > _MAX_LOGITS:
         parts *= 2
@@ -508,11 +581,15 @@ def _num_parts(length: int, vocab_size: int) -> int:
 
 
 def _in_parts(x_BL: Array, parts: int) -> Array:
-    """Divide rows [B, L, ...] into parts [B * parts, L / parts, ...]; zeros fill the last one."""
+    """Divide the second axis: [B, L, ...] becomes [B * parts, ceil(L / parts), ...].
+
+    The parts of a row follow one another; zeros fill the last one.
+    """
     batch, length, *rest = x_BL.shape
-    part = -(-length // parts)
-    padding = [(0, 0), (0, part * parts - length), *[(0, 0)] * len(rest)]
-    return jnp.pad(x_BL, padding).reshape(batch * parts, part, *rest)
+    part_length = -(-length // parts)
+    padding = [(0, 0)] * x_BL.ndim
+    padding[1] = (0, part_length * parts - length)
+    return jnp.pad(x_BL, padding).reshape(batch * parts, part_length, *rest)
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
@@ -543,27 +620,33 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def head_losses(
         variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
+        """Return the cross-entropy of each token, [B, L]; all logits exist at one time."""
         logits_BLV = logits(variables, hidden_BLD, tap)
         return jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
 
     def token_losses(
         variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
-        chunk, length = sequences_per_chunk, targets_BL.shape[1]
+        """Return `head_losses`, computed for `sequences_per_chunk` rows at a time."""
+        chunk = sequences_per_chunk
+        length = targets_BL.shape[1]
         is_divided = chunk > 0 and tap is None
         parts = _num_parts(length, model.vocab_size) if is_divided else 1
+        # From here on a row is a sequence, or a part of one.
         head_inputs = (_in_parts(hidden_BLD, parts), _in_parts(targets_BL, parts), tap)
         num_rows = parts * len(targets_BL)
         if chunk == 0 or chunk >= num_rows:
             return head_losses(variables, *head_inputs)
 
-        whole = num_rows - num_rows % chunk  # the rows of whole chunks
-        chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, chunk, *x.shape[1:]), head_inputs)
+        num_chunked = num_rows - num_rows % chunk  # rows in full chunks
+        chunks = jax.tree.map(
+            lambda x: x[:num_chunked].reshape(-1, chunk, *x.shape[1:]), head_inputs
+        )
         chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
         losses = lax.map(chunk_losses, chunks)
-        losses = losses.reshape(whole, -1)
-        if whole < num_rows:
-            rest = jax.tree.map(lambda x: x[whole:], head_inputs)
+        losses = losses.reshape(num_chunked, -1)
+        if num_chunked < num_rows:
+            rest = jax.tree.map(lambda x: x[num_chunked:], head_inputs)
             losses = jnp.concatenate([losses, head_losses(variables, *rest)])
         return losses.reshape(len(targets_BL), -1)[:, :length]
 
@@ -635,15 +718,15 @@ def generate(
     batch, length = prompt_BL.shape
     stop = length + num_tokens
     check_length(stop, model.max_length)
-    text_BT = np.zeros((batch, _room(stop)), np.int32)
+    text_BT = np.zeros((batch, _padded_length(stop)), np.int32)
     text_BT[:, :length] = prompt_BL
     text_BT = _continue(
         model,
-        _room(length),
-        _variables(params, base),
-        text_BT,
-        length,
-        stop,
+        num_read=_padded_length(length),
+        variables=_variables(params, base),
+        text_BT=text_BT,
+        length=length,
+        stop=stop,
         temperature=temperature,
         key=key,
         ends_E=np.array(ends, np.int32),
@@ -651,62 +734,90 @@ def generate(
     return lax.slice_in_dim(text_BT, 0, stop, axis=1)
 
 
-def _room(num_tokens: int) -> int:
+def _padded_length(num_tokens: int) -> int:
     """Round a length up to a power of two, at least 32, so that few programs are compiled."""
     return max(32, 2 ** (num_tokens - 1).bit_length())
 
 
-@functools.partial(jax.jit, static_argnames=("model", "size"))
+class _Generation(NamedTuple):
+    """The state of `_continue`: texts are known before `position`, `past` before `position - 1`.
+
+    `past` is a dict of "keys" and "values", [N, B, G, T, K].
+    """
+
+    position: Array
+    text_BT: Array
+    past: PyTree
+    has_ended_B: Array
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_read"))
 def _continue(
     model: Llama,
-    size: int,
+    *,
+    num_read: int,
     variables: PyTree,
     text_BT: Array,
     length: Array,
     stop: Array,
-    *,
     temperature: Array,
     key: Array,
     ends_E: Array,
 ) -> Array:
-    """Fill texts [B, T] from position `length` to `stop`.
+    """Return texts [B, T] with new tokens from position `length` on, before `stop`.
 
-    The prompts are read `size` positions at once, at least `length`. Sampling is as in `generate`.
+    Args:
+      model: The model.
+      num_read: Number of positions that are read at once for the prompts, at least `length`.
+      variables: Parameters and frozen weights by collection.
+      text_BT: Prompts, with padding from `length` on.
+      length: Length of the prompts, at least 1.
+      stop: Length of the prompts with the new tokens, at most T.
+      temperature: As for `generate`.
+      key: As for `generate`.
+      ends_E: Ids that end a text. The loop ends when all texts have ended.
     """
     logits = nn.apply(Llama.logits, model)
 
-    def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> Any:
-        arrays = variables | {PAST: {"layers": {"attention": past}}}
-        return model.apply(arrays, tokens_BL, position, method=Llama.extend)
+    def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> tuple[Array, PyTree]:
+        """Call `Llama.extend` with the keys and values `past`."""
+        collections = variables | {PAST: {"layers": {"attention": past}}}
+        hidden_and_new: Any = model.apply(collections, tokens_BL, position, method=Llama.extend)
+        return hidden_and_new
 
-    def add_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def add_token(state: _Generation) -> _Generation:
+        """Read the last known token, and choose the next."""
         position, text_BT, past, has_ended_B = state
         last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
-        hidden_B1D, new = extend(last_B1, position - 1, past)
+        hidden_B1D, new_keys_values = extend(last_B1, position - 1, past)
 
         def write(past_NBGTK: Array, new_NBG1K: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(past_NBGTK, new_NBG1K, position - 1, axis=-2)
 
-        past = jax.tree.map(write, past, new)
+        past = jax.tree.map(write, past, new_keys_values)
         logits_BV = logits(variables, hidden_B1D)[:, 0]
         # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
         next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(text_BT.dtype)
         has_ended_B |= jnp.isin(next_B, ends_E)
-        return position + 1, text_BT.at[:, position].set(next_B), past, has_ended_B
+        return _Generation(
+            position=position + 1,
+            text_BT=text_BT.at[:, position].set(next_B),
+            past=past,
+            has_ended_B=has_ended_B,
+        )
 
-    def goes_on(state: tuple[Any, ...]) -> Array:
-        position, _, _, has_ended_B = state
-        return (position < stop) & ~jnp.all(has_ended_B)
+    def goes_on(state: _Generation) -> Array:
+        return (state.position < stop) & ~jnp.all(state.has_ended_B)
 
-    # Read the prompts. What padding has here is never seen: it is overwritten before texts reach
-    # its positions.
+    # Read the prompts. Keys and values of the padding are never seen: they are overwritten before
+    # texts reach their positions.
     empty = jnp.zeros((model.num_layers, 0, 0))
-    _, past = extend(text_BT[:, :size], 0, {"keys": empty, "values": empty})
-    num_new_positions = text_BT.shape[1] - size
+    _, past = extend(text_BT[:, :num_read], 0, {"keys": empty, "values": empty})
+    num_new_positions = text_BT.shape[1] - num_read
     padding = [(0, 0), (0, 0), (0, 0), (0, num_new_positions), (0, 0)]  # [N, B, G, T, K]
     past = jax.tree.map(lambda x: jnp.pad(x, padding), past)
 
-    state = (length, text_BT, past, jnp.zeros(len(text_BT), bool))
-    _, text_BT, _, _ = lax.while_loop(goes_on, add_token, state)
-    return text_BT
+    has_ended_B = jnp.zeros(len(text_BT), bool)
+    state = _Generation(length, text_BT, past, has_ended_B)
+    return lax.while_loop(goes_on, add_token, state).text_BT
