@@ -1,4 +1,11 @@
-"""Chats: check their turns, render them by a template, and find the answers in the text."""
+"""Chats: check their turns, render them by a template, and find the answers in the text.
+
+A *chat* is a list of *turns*, dicts with a "role" and a "content" or calls of tools. A *chat
+template*, a program of the tokenizer, writes them as one text (`Tokenizer.render`). An *answer* is
+a turn of the role "assistant"; its *span* is the part of the text that the template writes for it.
+The model learns to write the spans. An *end of text* is a special token's text, such as
+`<|im_end|>`. Messages name a place (`where`): file and row, and then column and turn.
+"""
 
 import json
 import re
@@ -27,9 +34,11 @@ _ROLES = {
     "function_call": "assistant",  # LLaMA-Factory's
     "observation": "tool",
 }
-_ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"
+_ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"  # the end of messages
+# The start of turns that were written as Python's text of a list, with single quotes.
 _PYTHON_TURNS = re.compile(r"""\s*\[\s*\{\s*'(role|from|content|value)'""")
-# Characters that no chat has, from Unicode's area for private use: a question, and a mark.
+# A question before a first answer, and a mark behind contents. Their characters are from Unicode's
+# area for private use, which no chat has.
 _ASKED: Turn = {"role": "user", "content": "\ue000"}
 _MARK = "\ue001"
 _MAX_END_CHARS = 100  # of white space and the name of a special token behind an answer
@@ -42,11 +51,13 @@ class Answers(NamedTuple):
     """The parts of a chat's text that count, and the text's tokens.
 
     Attributes:
-      spans: The parts, in order.
-      contents: The same parts without the ends of answers.
+      spans: The parts whose tokens count in the loss, in order: the answers, or with
+        `data.loss=all` the whole text.
+      contents: The same parts without the ends of text behind answers.
       ids: The ids of the whole text, int32 [N].
-      offsets: Each token's first character and the one behind, [N, 2].
-      only_last: Whether earlier answers do not count, because the template changes them later.
+      offsets: The index of each token's first character and the one behind its last, [N, 2].
+      only_last: Whether the last answer alone counts, because the template writes earlier ones
+        otherwise once other turns follow.
       is_rejected: Whether nothing counts because the row's `label` is false, as KTO's.
       unread: Names of columns, and of fields of turns, that neither this module nor the template
         reads.
@@ -62,7 +73,14 @@ class Answers(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """What a template renders; `answers` are the indices of the turns that count."""
+    """A chat as a template renders it.
+
+    Attributes:
+      where: File and row, for messages.
+      turns: The turns, with the names of roles and fields that templates know.
+      answers: Indices of the turns whose answers count, ascending.
+      tools: Descriptions of the tools, as templates expect them; None if there are none.
+    """
 
     where: str
     turns: list[Turn]
@@ -73,11 +91,18 @@ class _Chat(NamedTuple):
 def read(
     row: Mapping[str, Any], where: str, data: DataSettings, tokenizer: Tokenizer
 ) -> tuple[str, Answers]:
-    """Return the text of a chat, and its answers, from the columns that `data` names.
+    """Return the text of a row's chat, and its answers.
 
-    They are one column of turns, or `prompt` and `completion`, of which only the latter's answers
-    count; if both are text, the end of text closes it. `instruction` and `output` are a question
-    and its answer. Turns of `weight` 0 do not count, nor do answers behind the end of a row.
+    `data.text_column` names one column of turns; or "prompt+completion", columns of turns or of
+    text, of which only answers in the completion count; or "instruction+output", a question and its
+    answer. If prompt and completion are text, they are joined without a template, and an end of
+    text closes them. Turns of `weight` 0 do not count, nor do answers behind the end of a row.
+
+    Args:
+      row: The values of a row by column; those of `data.text_column` are there.
+      where: File and row, for messages.
+      data: The config's group `data`.
+      tokenizer: The run's tokenizer.
 
     Raises:
       DataError: If a turn is malformed or has an unknown role, an answer is empty, or the template
@@ -91,10 +116,11 @@ def read(
     column = f"{where}: {data.text_column!r}"
     label = _as_bool(row.get("label"))
     only_last = False
-    known = {*names}
+    known = set(names)  # the columns that are read
     if label is not None:
         known.add("label")
 
+    # Write the text, and find the spans of its answers.
     if names == ["prompt", "completion"] and all(isinstance(text, str) for text in columns):
         prompt, completion = columns
         bare = without_end(completion, ends)
@@ -109,17 +135,14 @@ def read(
     else:
         chat, beside = _chat(row, names, columns, where, tokenizer, ends)
         known |= beside
-        unread = {
-            f"{field} of turns"
-            for turn in chat.turns
-            for field in turn
-            if not tokenizer.reads(field)
-        }
+        fields = {field for turn in chat.turns for field in turn}
+        unread = {f"{field} of turns" for field in fields if not tokenizer.reads(field)}
         try:
             text = require_text(_text(chat, tokenizer, ends), column)
             ids, offsets = tokenizer.encode_aligned(text)
-            is_longer = len(ids) > data.sequence_length + 1
-            limit = int(offsets[data.sequence_length, 1]) if is_longer else len(text)
+            limit = len(text)
+            if len(ids) > data.sequence_length + 1:  # longer than a row
+                limit = int(offsets[data.sequence_length, 1])
             spans, only_last = _spans(text, chat, limit, tokenizer)
         except UserError:
             raise
@@ -128,20 +151,38 @@ def read(
             raise DataError(f"{where}: {why}") from error
         spans = [_with_end(text, span, ends) for span in spans]
 
-    contents = [(a, a + len(without_end(text[a:b], ends))) for a, b in spans]
+    # Choose what counts.
+    contents = []
+    for start, stop in spans:
+        contents.append((start, start + len(without_end(text[start:stop], ends))))
     if data.loss == "all":
-        spans = contents = [(0, len(text))]
+        spans = [(0, len(text))]
+        contents = spans
         only_last = False
     is_rejected = label is False
     if is_rejected:
-        spans = contents = []
+        spans = []
+        contents = []
         only_last = False
+
     unread |= {name for name, value in row.items() if value is not None} - known
-    return text, Answers(spans, contents, ids, offsets, only_last, is_rejected, frozenset(unread))
+    answers = Answers(
+        spans=spans,
+        contents=contents,
+        ids=ids,
+        offsets=offsets,
+        only_last=only_last,
+        is_rejected=is_rejected,
+        unread=frozenset(unread),
+    )
+    return text, answers
 
 
 def require_text(text: Any, where: str) -> str:
-    """Refuse what is no Unicode text: of JSON, half of a surrogate pair; of a cut file, NULs."""
+    """Return `text`; raise DataError, which names the place `where`, if it is no Unicode text.
+
+    JSON may hold half of a surrogate pair, and a file that was cut NUL characters.
+    """
     need = "need Unicode text; leave it out"
     if not isinstance(text, str):
         raise DataError(f"{where}: have {text!r:.40}, {need}")
@@ -152,13 +193,13 @@ def require_text(text: Any, where: str) -> str:
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
-    """Return a text without the ends of text that stand at its end, as another will follow."""
+    """Return a text without the ends of text (`ends`) at its end, and the space behind them."""
     while True:
         bare = text.rstrip()
-        end = next((end for end in ends if end and bare.endswith(end)), "")
-        if not end:
+        found = [end for end in ends if end and bare.endswith(end)]
+        if not found:
             return text
-        text = bare.removesuffix(end)
+        text = bare.removesuffix(found[0])
 
 
 def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
@@ -170,9 +211,10 @@ def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
 
 
 def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[Any]:
-    """Return the columns of a chat, turns that are JSON text as lists.
+    """Return the values of a row's columns `names`: all lists of turns, or all as in the row.
 
-    DataError if a column is empty, or has turns as Python's text instead of JSON.
+    JSON text becomes lists if all columns then hold turns. Raises DataError if a value is None, or
+    has turns as Python's text instead of JSON.
     """
     columns = [row[name] for name in names]
     _require(None not in columns, f"{where}: {'+'.join(names)!r}", columns, "text or turns")
@@ -192,8 +234,18 @@ def _chat(
     tokenizer: Tokenizer,
     ends: Collection[str],
 ) -> tuple[_Chat, set[str]]:
-    """Return the chat of a row, and the names of the columns beside `names` that it has."""
-    beside, columns = set(), list(columns)
+    """Return the chat of a row, and the names of further columns that were read for it.
+
+    Args:
+      row: The values of the row by column.
+      names: The columns that `data.text_column` names, one or two.
+      columns: Their values, from `_columns`.
+      where: File and row, for messages.
+      tokenizer: Its template tells which fields are read.
+      ends: Ends of text, which are removed behind answers, as the template writes its own.
+    """
+    beside = set()
+    columns = list(columns)
     if names == ["instruction", "output"]:  # Alpaca's
         asked = row.get("input")
         _require(isinstance(asked, str | None), f"{where}: 'input'", asked, "text")
@@ -205,16 +257,16 @@ def _chat(
         columns[0] = [{"role": "user", "content": question}]
         columns[1] = [{"role": "assistant", "content": columns[1]}]
 
-    parts = [
-        _turns(column, f"{where}: {name!r}", tokenizer, ends)
-        for name, column in zip(names, columns, strict=True)
-    ]
-    turns = sum(parts, [])
-    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if len(parts) == 2:
-        answers = [i for i in answers if i >= len(parts[0])]
-    answers = [i for i in answers if turns[i].get("weight", 1)]
-    turns = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
+    turns: list[Turn] = []
+    first_answer = 0  # index of the first turn that may count: of two columns, the second's first
+    for name, column in zip(names, columns, strict=True):
+        first_answer = len(turns)
+        turns += _turns(column, f"{where}: {name!r}", tokenizer, ends)
+    answers = []
+    for i, turn in enumerate(turns):
+        counts = turn.pop("weight", 1) != 0
+        if turn["role"] == "assistant" and i >= first_answer and counts:
+            answers.append(i)
 
     system = row.get("system")
     if system and turns[0]["role"] != "system":  # LLaMA-Factory's
@@ -231,11 +283,11 @@ def _chat(
             tools = [_with_type(tool) for tool in tools]
     else:
         tools = None
-    return _Chat(where, turns, answers, tools), beside
+    return _Chat(where, turns=turns, answers=answers, tools=tools), beside
 
 
 def _parsed(value: Any) -> Any:
-    """Return the JSON list or object that a text holds; else the value."""
+    """Return the list or object that a value holds as JSON text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -245,33 +297,39 @@ def _parsed(value: Any) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """Say whether a value is a list of objects with a role; an empty list also is one."""
+    """Return whether a value is a list of dicts with a role, or an empty list."""
     if not isinstance(value, list):
         return False
     return all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
 
 
 def _as_bool(label: Any) -> bool | None:
-    """Return a label as a bool; None if it is missing, or means neither."""
+    """Return a label as a bool; None if it is missing, or neither true nor false."""
     text = str(label).strip().lower().removesuffix(".0")  # tables have numbers and text
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
 def _require(fits: Any, where: str, have: Any, need: str) -> None:
-    """Raise DataError, with what a row has and what it needs, unless it fits."""
+    """Raise DataError unless `fits` is true; the message shows what a row has and what it needs."""
     if not fits:
         raise DataError(f"{where}: have {have!r:.80}, need {need}")
 
 
 def _objects(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects, which may be JSON text, or one object as a list."""
+    """Return a list of objects: those in `given`, a list that may hold JSON text, or one object.
+
+    Raises DataError, which names the place `where`, if a member is no object.
+    """
     objects = [_parsed(item) for item in given] if isinstance(given, list) else [given]
     _require(all(isinstance(e, dict) for e in objects), where, given, "a list of objects")
     return objects
 
 
 def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
-    """Check the turns of a column, and return them as templates read them; see `_turn`."""
+    """Check the turns of a column, and return each as `_turn` does.
+
+    `where` is the column, for messages. Raises DataError if `given` is no list, or is empty.
+    """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
         _turn(_parsed(turn), f"{where}, turn {number}", tokenizer, ends)
@@ -280,13 +338,20 @@ def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) 
 
 
 def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
-    """Check a turn, and return it as templates read it: ShareGPT's names and parts replaced."""
+    """Check a turn, and return it with the names of roles and fields that templates know.
+
+    ShareGPT's names are replaced, parts of text joined to a content, and ends of text behind an
+    answer removed. A field of None is left out; "weight" stays. `at` is the place of the turn in
+    messages. Raises DataError if the turn is malformed, or a turn that counts has no answer.
+    """
     _require(isinstance(given, dict), at, given, "an object with 'role' and 'content'")
     turn = {key: value for key, value in given.items() if value is not None}
     for other, key in (("from", "role"), ("value", "content")):  # ShareGPT's
         if other in turn and key not in turn:
             turn[key] = turn.pop(other)
-    role, weight = turn.get("role"), turn.get("weight", 1)
+
+    role = turn.get("role")
+    weight = turn.get("weight", 1)
     known = isinstance(role, str) and role in _ROLES
     _require(known, at, given, f"a role, one of {', '.join(_ROLES)}")
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
@@ -297,6 +362,7 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
 
+    # A turn needs a content, or calls that the template writes.
     calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
     parts = turn.get("content")
     if isinstance(parts, list):
@@ -314,7 +380,11 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
 
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of tools with arguments as objects, which templates write as JSON."""
+    """Return a list of calls of tools, in which "arguments" that are JSON text become objects.
+
+    A call has its "name" and "arguments", or an object "function" with both. Templates write the
+    arguments as JSON themselves. Raises DataError, which names the place `where`, for others.
+    """
     calls = []
     for call in _objects(_parsed(given), where):
         function = call.get("function")
@@ -330,7 +400,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _with_type(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function, or a call of one, as templates expect it: named as a function."""
+    """Return a function's description, or a call of one, within an object of type "function"."""
     if "function" in function:
         return function
     return {"type": "function", "function": function}
@@ -340,7 +410,10 @@ def _with_type(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
-    """Render a chat; add the end of its last answer if the template lets the next role write it."""
+    """Return the text of a chat; behind a last answer stands an end of text.
+
+    Some templates write it with the turn that follows. If so, it is added here.
+    """
     assert tokenizer.render is not None
     text = tokenizer.render(chat.turns, prompts=False, tools=chat.tools)
     is_answer = chat.turns[-1]["role"] == "assistant"
@@ -350,26 +423,29 @@ def _text(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
 
 
 def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[list[Span], bool]:
-    """Return the parts of a chat's text that its answers have written.
+    """Return the spans of a chat's answers in its text, and whether the last alone was found.
 
-    The template marks these parts. If not, a turn's part is what the template writes behind the
-    start of an answer if this turn is the last. If it writes one of them otherwise once others
-    follow, only the last answer is returned, and True. Answers are sought up to the first that
-    begins behind the character `limit`.
+    Some templates mark the spans. With others, the span of a turn is what the template writes
+    behind the start of an answer when the chat ends with this turn. If the template writes an
+    answer otherwise once other turns follow, only the span of the last answer is returned, and
+    True. Answers are sought up to the first that begins at or behind the character `limit`.
     """
     if tokenizer.mark:
         return _marked(chat, tokenizer), False
-    contents = None
+
+    content_ends = None
     if len(chat.turns) > _FIRST_TURNS:
-        contents = _ends_of_contents(text, chat, tokenizer)
+        content_ends = _ends_of_contents(text, chat, tokenizer)
     spans = []
     for i in chat.answers:
         span = None
-        if contents and i >= _FIRST_TURNS:
-            span = _written_after_question(text, chat, i, contents, tokenizer)
+        if content_ends and i >= _FIRST_TURNS:
+            span = _written_after_question(text, chat, i, content_ends, tokenizer)
         if span is None:
             span = _written(text, chat, i, tokenizer)
+
         if span is None:
+            # The template writes this turn or one before otherwise in the whole chat.
             last = _written(text, chat, chat.answers[-1], tokenizer)
             if last is None and chat.answers[-1] == len(chat.turns) - 1:
                 need = "starts an answer otherwise than it writes the last one; set data.template"
@@ -382,7 +458,10 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
 
 
 def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
-    """Return the parts that the template marks, of the turns that count."""
+    """Return the spans that the template marks, without those of answers that do not count.
+
+    Raises DataError if some do not count, and the spans are not one for each turn.
+    """
     assert tokenizer.mark is not None
     marks = tokenizer.mark(chat.turns, chat.tools)
     turns = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
@@ -397,36 +476,44 @@ def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
 
 
 def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
-    """Find in a chat's text what the turn at index `i` has written; None if it is changed later."""
+    """Return the span of the turn at index `i` in a chat's text, by rendering all turns before it.
+
+    None if the template writes these turns otherwise in the whole chat.
+    """
     render = tokenizer.render
     assert render is not None
     is_first = i == 0
     earlier = chat.turns[:i]
     if is_first:
         earlier = [_ASKED]  # templates refuse a chat without turns
+
+    # Up to the start of this answer, and up to its end.
     before = render(earlier, prompts=True, tools=chat.tools)
-    # `through` also has this turn, and no start of an answer behind it.
     through = render([*earlier, chat.turns[i]], prompts=False, tools=chat.tools)
     if not through.startswith(before):
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
+
     if is_first:
-        start = text.find(written)
+        start = text.find(written)  # the text has no question before it
+    elif text.startswith(before):
+        start = len(before)
     else:
-        start = len(before) if text.startswith(before) else -1
+        return None
     if start < 0 or not text.startswith(written, start):
         return None
     return start, start + len(written)
 
 
 def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int] | None:
-    """Return the character of a chat's text at which each turn's content ends.
+    """Return for each turn the index of the character behind its content, in a chat's text.
 
-    A mark at the end of each content shows it. None if the template then writes another text. A
-    turn without content has the end of the turn before.
+    The chat is rendered with a mark at the end of each content. A turn without content has the end
+    of the turn before. None if the template writes other text because of the marks.
     """
     assert tokenizer.render is not None
-    marked, has_mark = [], []
+    marked: list[Turn] = []
+    has_mark: list[bool] = []
     for turn in chat.turns:
         content = turn.get("content") or ""
         bare = content.rstrip()  # templates may leave out the space at the end
@@ -434,8 +521,9 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
         if bare:
             turn = turn | {"content": bare + _MARK + content[len(bare) :]}
         marked.append(turn)
+
     pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
-    if not text.startswith("".join(pieces)) or len(pieces) != sum(has_mark) + 1:
+    if not text.startswith("".join(pieces)) or len(pieces) != has_mark.count(True) + 1:
         return None
     ends = []
     end = 0
@@ -448,12 +536,12 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
 
 
 def _written_after_question(
-    text: str, chat: _Chat, i: int, contents: Sequence[int], tokenizer: Tokenizer
+    text: str, chat: _Chat, i: int, content_ends: Sequence[int], tokenizer: Tokenizer
 ) -> Span | None:
-    """Find what the turn at index `i` has written, by rendering it behind the turn before alone.
+    """Return the span of the turn at index `i` > 0, by rendering it with the turn before it alone.
 
-    None if it does not stand so between the contents of the turns around it, which end at the
-    characters `contents`.
+    `content_ends` is from `_ends_of_contents`. None if the text does not have what was rendered
+    between the contents of the turns around this one.
     """
     render = tokenizer.render
     assert render is not None
@@ -469,10 +557,10 @@ def _written_after_question(
     if not through.startswith(before) or start_of_answer == before:
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
-    stop = contents[i + 1] if i + 1 < len(contents) else len(text)
-    found = text.find(start_of_answer + written, contents[i - 1], stop)
-    start = found + len(start_of_answer)
-    if found < 0 or start > contents[i]:
+    stop = content_ends[i + 1] if i + 1 < len(content_ends) else len(text)
+    position = text.find(start_of_answer + written, content_ends[i - 1], stop)
+    start = position + len(start_of_answer)
+    if position < 0 or start > content_ends[i]:
         return None
     return start, start + len(written)
 
@@ -484,7 +572,10 @@ def _without_space(written: str, tokenizer: Tokenizer) -> str:
 
 
 def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
-    """Return a part of a text with the end of the answer behind it, whoever has written it."""
+    """Return the span of an answer with the end of text behind it, if one of `ends` stands there.
+
+    A span that has an end of text already is returned as it is.
+    """
     start, stop = span
     written = text[start:stop]
     if without_end(written, ends) != written:
@@ -497,15 +588,17 @@ def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
 
 
 def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Mark the tokens that count, bool [N]: those with a character in one of the spans.
+    """Return which tokens count, bool [N]: those with a character in one of the spans.
 
-    `offsets_N2` has the first character of each token, and the one behind it. The first token never
-    counts, because nothing predicts it.
+    `offsets_N2` has the index of each token's first character, and of the one behind its last. The
+    first token never counts, because nothing predicts it.
     """
     marks = np.zeros(len(offsets_N2), bool)
-    # A token without characters may have any offsets.
+    # A token without characters may have any offsets. The search needs ascending ones.
     starts_N, ends_N = np.maximum.accumulate(offsets_N2, axis=0).T
     for start, end in spans:
-        marks[np.searchsorted(ends_N, start, "right") : np.searchsorted(starts_N, end)] = True
+        first = np.searchsorted(ends_N, start, "right")
+        behind = np.searchsorted(starts_N, end)
+        marks[first:behind] = True
     marks[:1] = False
     return marks

@@ -1,7 +1,10 @@
 """Tokenizers with one interface: UTF-8 bytes, and the tokenizers that `transformers` loads.
 
-A special token that stands in a text, such as `<|im_end|>`, becomes this token, as in
-`transformers`. Only texts to be classified get special tokens at both ends.
+A special token whose name stands in a text, such as `<|im_end|>`, becomes one id, as in
+`transformers`. Only texts to be classified get special tokens at both ends. A *turn* of a chat is a
+dict with "role" and "content". A *chat template* is a program in Jinja that writes turns as one
+text. In this file `backend` is a tokenizer of the library `tokenizers`, and an untyped `tokenizer`
+one of `transformers`, around a backend.
 """
 
 import contextlib
@@ -29,6 +32,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
+# Usual names of the end-of-text token, the most usual first.
 _END_OF_TEXT_NAMES = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 # The files of a repository on the hub that are downloaded: a vocabulary, in order of preference,
@@ -38,7 +42,7 @@ _HUB_FILES = (
     *("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "*.jinja"),
     *("added_tokens.json", "config.json", GENERATION),
 )
-_Ids: TypeAlias = StrictInt | list[StrictInt] | None
+_Ids: TypeAlias = StrictInt | list[StrictInt] | None  # `eos_token_id` in a JSON file
 _ANSWER = "xyzzy"  # the content of turns by which a template is tried; no template writes it
 # A text by which two tokenizers are compared.
 _SAMPLE = "The quick brown fox\njumps over 1,300 dogs;\tdef f(x): return x**2  # größer, 日本語 🙂"
@@ -62,13 +66,15 @@ class Tokenizer:
       ends: Ids that end what the model writes: `eot_id` and those of the folder's generation
         config. Of a classifier none.
       special: The texts that become tokens of their own wherever they stand.
-      template: The chat template; empty if there is none.
+      template: The text of the chat template; empty if there is none.
       render: `render(turns, prompts, tools=None, date="")` returns the text of a chat by the
-        template, if `prompts` with the start of an answer; `date` (YYYY-MM-DD, else today's) is
-        what the template writes as today's. None if there is no template.
-      mark: `mark(turns, tools)` returns the answers in the text, as first character and the one
-        behind, if the template marks them (`{% generation %}`); else None.
-      turn_end: The added token that ends an answer, whoever writes it: one id or none.
+        template; with `prompts`, the start of an answer follows the last turn. `tools` are objects
+        in JSON Schema, or None. `date` (YYYY-MM-DD; empty: today's) is what the template writes as
+        today's. None if there is no template.
+      mark: `mark(turns, tools, date="")` returns the answers in the text that `render` returns, as
+        pairs of the first character and the one behind. None unless the template marks answers by
+        `{% generation %}`.
+      turn_end: The added token behind an answer in the text of a chat: a tuple of one id or none.
       name: The name in the config, for messages.
     """
 
@@ -94,7 +100,10 @@ class Tokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_aligned(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Convert a text; also return each token's first character and the one behind, [N, 2]."""
+        """Convert a text to int32 ids [N]; also return the characters of each token, int64 [N, 2].
+
+        They are the index of its first character, and of the one behind its last.
+        """
         encoding = self.backend.encode(text, add_special_tokens=False)
         offsets_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return np.array(encoding.ids, np.int32), offsets_N2
@@ -104,8 +113,9 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def on(self, date: str) -> "Tokenizer":
-        """Return a tokenizer whose template writes a date; see `render`."""
-        render, mark = self.render, self.mark
+        """Return this tokenizer with a template that writes `date` (YYYY-MM-DD) as today's."""
+        render = self.render
+        mark = self.mark
         if render is not None:
             render = functools.partial(render, date=date)
         if mark is not None:
@@ -113,17 +123,23 @@ class Tokenizer:
         return dataclasses.replace(self, render=render, mark=mark)
 
     def reads(self, field: str) -> bool:
-        """Whether the chat template names a field of turns, or of what else it is given."""
+        """Return whether a word stands in the chat template.
+
+        It may be the name of a field of turns ("tool_calls"), of a variable ("tools"), or of a
+        function ("strftime_now").
+        """
         return _has_word(self.template, field)
 
 
 class _Bytes(Tokenizer):
+    """The tokenizer whose ids are UTF-8 bytes, and 256 for the end of text."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Convert texts without the library, which takes a thousand times as long."""
         return [self._encode(text.encode()) for text in texts]
 
     def _encode(self, text: bytes) -> np.ndarray:
-        """Return the bytes of a text as ids, with the end of text's id in place of its name."""
+        """Return the bytes of a UTF-8 text as int32 ids; `<|endoftext|>` becomes `eot_id`."""
         first, *others = text.split(_END_OF_TEXT.encode())
         parts = [np.frombuffer(first, np.uint8)]
         for piece in others:
@@ -133,14 +149,16 @@ class _Bytes(Tokenizer):
 
 @functools.cache
 def _has_word(template: str, word: str) -> bool:
+    """Return whether a word stands in a template, not as a part of a longer word."""
     return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 @functools.cache
 def _with_date(template: str, date: str) -> str:
-    """Write a date (YYYY-MM-DD; empty: none) where a template calls for today's.
+    """Return a template that writes a date (YYYY-MM-DD) as today's; if empty, the template itself.
 
-    The calls are replaced in its text, because `transformers` lets no caller give the function.
+    Calls of `strftime_now` in the template's text are replaced by their result, because
+    `transformers` lets no caller give this function.
     """
     if not date:
         return template
@@ -196,27 +214,39 @@ def tokenizer_of(
     num_classes: int | None = None,
     run: Path | None = None,
 ) -> Tokenizer:
-    """Load a run's tokenizer: that of its checkpoint, or else the configured one.
+    """Load a run's tokenizer.
 
-    Without either it is bytes, unless the run starts from weights. If it is gone, the export in the
-    folder `run` may have it.
+    It is `data.tokenizer`; if this is None, the tokenizer of the checkpoint `model.init_from`, or
+    without a checkpoint bytes. If both are given they must have the same ids, and the checkpoint's
+    is returned, under the configured one's name and fingerprint: it has the checkpoint's special
+    tokens and chat template. A checkpoint whose tokenizer cannot be read is then left aside.
+
+    Args:
+      data: The config's group `data`.
+      model: The config's group `model`.
+      num_classes: Number of classes of texts to be classified; else None.
+      run: Folder of a run that resumes. If the tokenizer cannot be loaded, that of the run's export
+        is.
 
     Raises:
       ConfigError: As from `load_tokenizer`, if the configured tokenizer gives other ids than the
-        checkpoint's, if weights have no tokenizer, or if it has more ids than the model.
+        checkpoint's, if `data.tokenizer` is None and the checkpoint has no tokenizer, or if the
+        tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
-    name, source = data.tokenizer, model.init_from
+    name = data.tokenizer
+    source = model.init_from
     text_length = None if num_classes is None else data.sequence_length
 
     def load(name: str, key: str) -> Tokenizer:
         return load_tokenizer(name, text_length=text_length, template=data.template, key=key)
 
     of_weights = None
-    # A run with a configured tokenizer resumes without the checkpoint.
     if source and name not in (None, source):
+        # A run with a configured tokenizer resumes without the checkpoint.
         with contextlib.suppress(UserError):
             of_weights = load(source, "model.init_from")
+
     try:
         if name:
             tokenizer = load(name, "data.tokenizer")
@@ -227,6 +257,7 @@ def tokenizer_of(
             raise
         # The export has the run's template.
         tokenizer = load_tokenizer(str(run / "export"), text_length=text_length)
+
     if of_weights:
         if not _are_alike(tokenizer, of_weights):
             raise ConfigError(
@@ -237,20 +268,21 @@ def tokenizer_of(
         tokenizer = dataclasses.replace(
             of_weights, name=tokenizer.name, fingerprint=tokenizer.fingerprint
         )
-    _require_room(tokenizer, model)
+    _require_known_ids(tokenizer, model)
     return tokenizer
 
 
 def _are_alike(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers have as many ids, and the same ids for a text."""
+    """Return whether two tokenizers have the same number of ids, end of text, and ids of a text."""
     (ids,) = tokenizer.encode_batch([_SAMPLE])
     (other_ids,) = other.encode_batch([_SAMPLE])
-    is_size_alike = tokenizer.vocab_size == other.vocab_size
-    return is_size_alike and tokenizer.eot_id == other.eot_id and np.array_equal(ids, other_ids)
+    if tokenizer.vocab_size != other.vocab_size or tokenizer.eot_id != other.eot_id:
+        return False
+    return np.array_equal(ids, other_ids)
 
 
-def _require_room(tokenizer: Tokenizer, model: ModelSettings) -> None:
-    """Raise ConfigError if a tokenizer has more ids than the model."""
+def _require_known_ids(tokenizer: Tokenizer, model: ModelSettings) -> None:
+    """Raise ConfigError if a tokenizer has more ids than the model's embedding has rows."""
     size = tokenizer.vocab_size
     if size <= model.vocab_size:
         return
@@ -269,9 +301,11 @@ def _require_room(tokenizer: Tokenizer, model: ModelSettings) -> None:
 
 
 def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
-    """Make the tokenizer whose ids are UTF-8 bytes; see `load_tokenizer` for the arguments.
+    """Make the tokenizer whose ids are UTF-8 bytes, and 256 for the end of text.
 
-    `template` is the text of a chat template; empty: none.
+    `text_length` is the longest text to be classified in tokens, which then gets an end of text at
+    both ends; None: texts are not classified. `template` is the text of a chat template; empty:
+    none.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
@@ -290,6 +324,7 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
     backend.add_special_tokens([_END_OF_TEXT])
 
     def for_transformers() -> Any:
+        """Return the tokenizer of `transformers` with the same ids."""
         return _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
             chat_template=template or None,
@@ -305,7 +340,7 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         _save(tokenizer, folder, max_length)
 
     is_classifier = text_length is not None
-    made = _Bytes(
+    result = _Bytes(
         backend,
         vocab_size=eot_id + 1,
         eot_id=eot_id,
@@ -317,22 +352,29 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         ends=() if is_classifier else (eot_id,),
         special=(_END_OF_TEXT,),
     )
-    return _with_chats(made, for_transformers()) if template else made
+    if not template:
+        return result
+    return _with_chats(result, for_transformers())
 
 
-def _with_chats(made: Tokenizer, tokenizer: Any) -> Tokenizer:
-    """Add to a tokenizer what that of `transformers` has for chats: nothing without a template."""
+def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
+    """Return `result` with the fields that belong to chats, from a tokenizer of `transformers`.
+
+    Without a chat template it is returned as it is.
+    """
     try:
         template = tokenizer.get_chat_template()
-    except ValueError:  # it has none
-        return made
+    except ValueError:  # there is none
+        return result
 
     def dated_template(tools: list | None, date: str) -> str:
-        return _with_date(tokenizer.get_chat_template(tools=tools), date)  # may have one for tools
+        # A tokenizer may have another template for chats with tools.
+        return _with_date(tokenizer.get_chat_template(tools=tools), date)
 
     def render(
         turns: list[dict[str, Any]], prompts: bool, tools: list | None = None, date: str = ""
     ) -> str:
+        """Compute `Tokenizer.render`."""
         return tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -342,21 +384,26 @@ def _with_chats(made: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        found = tokenizer.apply_chat_template(
+        """Compute `Tokenizer.mark`."""
+        encoded = tokenizer.apply_chat_template(
             turns,
             tools=tools,
             chat_template=dated_template(tools, date),
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
-        # Where the mask of tokens changes an answer begins, or one has ended.
-        edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
-        offsets = found["offset_mapping"]  # first character of each token, and the one behind
-        return [(offsets[first][0], offsets[end - 1][1]) for first, end in edges.reshape(-1, 2)]
+        # The mask is 1 for tokens of an answer. It changes where an answer begins and where it has
+        # ended, so that each pair of changes is an answer: its first token, and the one behind.
+        changes = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0))
+        offsets = encoded["offset_mapping"]  # first character of each token, and the one behind
+        answers = []
+        for first, end in changes.reshape(-1, 2):
+            answers.append((offsets[first][0], offsets[end - 1][1]))
+        return answers
 
     marks_answers = re.search(r"\{%-?\s*generation\b", template) is not None
     return dataclasses.replace(
-        made,
+        result,
         template=template,
         render=render,
         mark=mark if marks_answers else None,
@@ -365,14 +412,16 @@ def _with_chats(made: Tokenizer, tokenizer: Any) -> Tokenizer:
 
 
 def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
-    """Find the added token that follows an answer when it is rendered.
+    """Return the added token that follows an answer in a rendered chat: one id, or none.
 
-    If the template writes none (GLM's), it is the one with which the next question begins.
+    If the template writes none behind the last answer (GLM's), it is the one with which the next
+    question begins. `tokenizer` is one of `transformers`, and `render` its `Tokenizer.render`.
     """
     question = {"role": "user", "content": _ANSWER}
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        _, _, after_last = render([question, answer], prompts=False).rpartition(_ANSWER)
+        # Question and answer are the same word: split there, the text behind the answer is third.
+        after_last = render([question, answer], prompts=False).rpartition(_ANSWER)[2]
         before_question = render([question, answer, question], prompts=False).split(_ANSWER)[2]
     except Exception:  # deliberately broad, because templates are programs
         return ()
@@ -386,9 +435,9 @@ def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
 def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the ids at which `transformers` stops to generate with the model in a folder.
 
-    With `vocab_size` only those that the model can write, because others end nothing.
-
-    Raises DataError if the file that names them is damaged.
+    They are the `eos_token_id` of generation_config.json if there is one, or else of config.json;
+    empty if there is neither. With `vocab_size` only ids below it are returned, because the model
+    cannot write others. Raises DataError if the file is damaged.
     """
     path = folder / GENERATION
     if not path.is_file():
@@ -405,6 +454,7 @@ def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
 
 
 def _transformers() -> Any:
+    """Import `transformers` when it is needed, because this takes seconds."""
     import transformers
 
     return transformers
@@ -413,17 +463,20 @@ def _transformers() -> Any:
 def _hugging_face_tokenizer(
     path: Path, text_length: int | None, template: str, key: str
 ) -> Tokenizer:
-    """Load a tokenizer from a file or folder; see `load_tokenizer` for arguments and errors.
+    """Load a tokenizer from a file or a folder of this machine.
 
-    `template` is the text of a chat template; empty: the tokenizer's.
+    `template` is the text of a chat template; empty: the tokenizer's own. The other arguments and
+    the errors are those of `load_tokenizer`.
     """
-    for file in path.iterdir() if path.is_dir() else [path]:
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
         is_part = file.suffix in (".json", ".model", ".txt", ".jinja")
         if is_part and file.stat().st_size > _MAX_FILE_BYTES:
             raise DataError(
                 f"{key}={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
                 f" {_MAX_FILE_BYTES}"
             )
+
     tokenizer = _read_tokenizer(path, key)
     if path.suffix == ".json":
         _name_special_tokens(tokenizer)
@@ -434,11 +487,16 @@ def _hugging_face_tokenizer(
             f"{key}={path}: {type(tokenizer).__name__} with eos_token {tokenizer.eos_token}: need a"
             " folder with a tokenizer.json, whose tokenizer_config.json names an eos_token"
         )
+
+    # Complete the tokenizer for the export.
     end = tokenizer.convert_ids_to_tokens(eot_id)
     if tokenizer.pad_token is None and (path.is_file() or text_length is not None):
         tokenizer.pad_token = end
     if text_length is not None:
         _mark_ends(tokenizer, end, text_length)
+    if template:
+        tokenizer.chat_template = template
+
     backend = tokenizer.backend_tokenizer
     # A tokenizer file may enable truncation and padding, which would silently change the text.
     backend.no_truncation()
@@ -446,20 +504,19 @@ def _hugging_face_tokenizer(
     prefix, suffix = _ends(backend)
     # PyTorch does not train the embedding that the model's config names as padding.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
-    if template:
-        tokenizer.chat_template = template
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     ends: tuple[int, ...] = ()
     if text_length is None:
         ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))  # each once, in order
 
     def save(folder: Path, max_length: int | None) -> None:
+        """Compute `Tokenizer.save`."""
         _save(tokenizer, folder, max_length)
         generation = path / GENERATION
         if generation.is_file():
             shutil.copyfile(generation, folder / GENERATION)
 
-    made = Tokenizer(
+    result = Tokenizer(
         backend,
         vocab_size=vocab_size,
         eot_id=eot_id,
@@ -475,11 +532,15 @@ def _hugging_face_tokenizer(
         ends=ends,
         special=tuple(tokenizer.get_added_vocab()),
     )
-    return _with_chats(made, tokenizer)
+    return _with_chats(result, tokenizer)
 
 
 def _read_tokenizer(path: Path, key: str) -> Any:
-    """Return the tokenizer that `transformers` reads; DataError, with `key`, if it is damaged."""
+    """Return the tokenizer that `transformers` reads from a file or folder.
+
+    No code in the folder is run. Raises DataError, which names the config's `key`, if the tokenizer
+    is damaged.
+    """
     transformers = _transformers()
     try:
         if path.suffix == ".json":
@@ -497,7 +558,7 @@ def _read_tokenizer(path: Path, key: str) -> Any:
 
 
 def _has_code(folder: Path) -> bool:
-    """Whether a folder with a `tokenizer.json` names code of its own, which is never run."""
+    """Return whether a folder with a `tokenizer.json` also names code of its own."""
     config = folder / "tokenizer_config.json"
     if not config.exists() or not (folder / "tokenizer.json").exists():
         return False
@@ -505,7 +566,12 @@ def _has_code(folder: Path) -> bool:
 
 
 def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
-    """Make the tokenizer of a classifier: special tokens at both ends, one length, one side."""
+    """Change a tokenizer of `transformers` so that it prepares texts to be classified.
+
+    A text gets special tokens at both ends: the tokenizer's own, or else its classification token
+    before and the end of text `end` behind. It is cut and padded on the right, to at most
+    `text_length` tokens.
+    """
     from tokenizers import processors
 
     backend = tokenizer.backend_tokenizer
@@ -523,12 +589,13 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
         )
     # Rows begin at position 0, and long texts lose their end. `init_kwargs` are what is saved.
     tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "right"}
-    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    tokenizer.padding_side = "right"
+    tokenizer.truncation_side = "right"
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_length)
 
 
 def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a tokenizer puts before a text and after it, by trying a text."""
+    """Return the ids that a backend puts before a text, and those after it, by trying a text."""
     import tokenizers
 
     one_token = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
@@ -538,7 +605,10 @@ def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
-    """Write the files of a tokenizer of `transformers`; `max_length` as in `Tokenizer.save`."""
+    """Write the files of a tokenizer of `transformers` to a folder.
+
+    `max_length` is the context of the model beside it, in tokens, or None.
+    """
     if max_length is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
     if getattr(tokenizer, "legacy", False):  # transformers reads this key and does not write it
@@ -547,9 +617,12 @@ def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
 
 
 def _name_special_tokens(tokenizer: Any) -> None:
-    """Try usual names of the end-of-text token, which a `tokenizer.json` does not name.
+    """Set the end-of-text token of a tokenizer that was read from a `tokenizer.json` alone.
 
-    If it has none of them, but others that are special, the name of its own is not known.
+    The file does not say which token ends a text. It is the first of the usual names that is in the
+    vocabulary. A tokenizer without special tokens gets `<|endoftext|>`. One with others only is not
+    changed, because the name of its end of text is not known. `[CLS]` becomes the classification
+    token.
     """
     vocab = tokenizer.get_vocab()
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
