@@ -2,7 +2,12 @@
 
 Documents, each closed by an end-of-text token, are joined and cut every L+1 tokens, without padding
 or overlap; where each begins is kept beside the rows. Chats are whole in a row, and padding fills
-it. Labelled texts become one row `[label, number of tokens, tokens...]` each.
+it. Labelled texts become one row `[label, number of tokens, tokens...]` each. L is
+`data.sequence_length`.
+
+A *side* is training text or held-out text. A *part* is a file of text, or of a data set on the hub.
+The text is read part by part into a `_TokenisedText`, `_split` chooses the sides' documents, and
+`_write_folder` writes rows. Axes of arrays: N all documents, D the documents of one side.
 """
 
 import dataclasses
@@ -46,9 +51,10 @@ CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 
 
 def row_length(data: DataSettings, num_classes: int | None) -> int:
-    """Integers in the longest row, with L = `data.sequence_length`.
+    """Return the number of integers in the longest row, with L = `data.sequence_length`.
 
-    A text has L + 1 tokens; a labelled row at most L, after its class and its length.
+    A row of text has L + 1 tokens; a labelled one (with `num_classes`) has two integers, its class
+    and its number of tokens, before at most L tokens.
     """
     fields = 1 if num_classes is None else NUM_FIELDS
     return data.sequence_length + fields
@@ -63,10 +69,12 @@ class Job:
       encoder: The tokenizer.
       num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
       request: All settings that determine the rows, as plain JSON.
-      parts: Returns the files of separate held-out text, and all others.
+      parts: A function that lists the parts of separate held-out text, which may be none, and the
+        parts of all other text.
       where: The settings that name training text and held-out text, as "key=value", for messages.
       heldout_limit: Upper limit of rows from separate held-out text. None: all of it is read.
-      cuts: Whether the text is a single document, whose end is held out.
+      cuts: Whether the text is a single document that `parts` yields in two, of which the second is
+        held out.
     """
 
     data: DataSettings
@@ -79,7 +87,12 @@ class Job:
     cuts: bool = False
 
     def documents(self, part: Part, path: File | None, where: str) -> Iterator[Document]:
-        """Yield the documents of a part, whose file is at `path`; see `sources.documents_of`."""
+        """Yield the documents of a part, in reading order.
+
+        `path` is the part's file on this machine, None if it has none. `where` is the setting that
+        names the text, for messages. Raises DataError for a bad row, unless `data.skip_bad` lets it
+        pass as a document with a `fault`.
+        """
         return sources.documents_of(
             part.read(path),
             self.data,
@@ -94,7 +107,10 @@ class Job:
         return self.data.sequence_length + 1
 
     def labelled_lengths(self, about: np.ndarray) -> np.ndarray:
-        """Uncut length in tokens, with prefix and suffix, of labelled texts (`_DOCUMENT`)."""
+        """Return the length of labelled texts in tokens, uncut, with prefix and suffix: int64 [N].
+
+        `about` describes the texts, in the type `_DOCUMENT`.
+        """
         text = np.maximum(about["length"] - 1, 0)  # without the end-of-text token of packed text
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 
@@ -108,10 +124,10 @@ class Job:
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
     """Make a folder of rows; a finished folder is not changed.
 
-    The rows depend on `job.request` and the text alone. A folder that is there is whole, as it gets
-    its name last. If several processes prepare the same folder, one makes it and the others wait.
-    Memory: a million characters, or one longer document, and 50 bytes per document. Documents are
-    copies if all token ids agree.
+    The rows depend on `job.request` and the text alone. A folder that is there is complete, as it
+    gets its name last. If several processes prepare the same folder, one makes it and the others
+    wait. Memory: a million characters, or one longer document, and 50 bytes per document. `note` is
+    called with each line to show to the user.
 
     Raises:
       ConfigError: If the finished folder was made for other settings, or contains other files.
@@ -132,9 +148,9 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
         manifest = _finished(folder, job.request)
         if manifest is None:
             with replaced_folder(folder) as partial, tempfile.TemporaryFile(dir=partial) as file:
-                found = _Tokenised(file)
-                _tokenise(job, found, partial / "copy", note)
-                manifest = _write_folder(job, found, partial)
+                text = _TokenisedText(file)
+                _tokenise(job, text, partial / "copy", note)
+                manifest = _write_folder(job, text, partial)
         Path(lock.lock_file).unlink(missing_ok=True)
     return manifest
 
@@ -176,12 +192,12 @@ _TOKEN = np.dtype([("id", "<i4"), ("counts", "?")])  # `counts`: whether its los
 _TRAIN, _HELDOUT = 0, 1  # the two sides, as positions in `Job.where`
 
 
-class _Tokenised:
-    """The documents of a text: their tokens, in a file, and a description of each.
+class _TokenisedText:
+    """The documents that were read: their tokens, in a file, and a description of each.
 
     Attributes:
-      files: Records of the files that were read.
-      unread: Names of columns and fields of chats, as in `chats.Answers`.
+      files: Records of the parts that were read.
+      unread: Names of columns and fields of chats that nothing reads (`chats.Answers.unread`).
       num_tokens: Number of tokens of all documents.
       num_bad: Number of rows that `data.skip_bad` has let pass.
     """
@@ -200,13 +216,20 @@ class _Tokenised:
         return np.concatenate(self._about)
 
     def add(self, tokens: np.ndarray, about: np.ndarray) -> None:
-        """Save the tokens (`_TOKEN`) of some documents, which `about` describes."""
+        """Save the tokens of some more documents.
+
+        `tokens` has the type `_TOKEN`, all documents joined. `about` has the type `_DOCUMENT`, one
+        element for each document.
+        """
         self._file.write(tokens.tobytes())
         self._about.append(about)
         self.num_tokens += len(tokens)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield the tokens of some documents at a time, and the slice of `about` for them."""
+        """Yield the joined tokens (`_TOKEN`) of some documents at a time, as `add` was given them.
+
+        With them comes the slice of `about` that describes these documents.
+        """
         self._file.seek(0)
         first = 0
         for about in self._about:
@@ -215,9 +238,13 @@ class _Tokenised:
             first += len(about)
 
 
-def _tokenise(job: Job, found: _Tokenised, copy: Path, note: Callable[[str], None]) -> None:
-    """Read and tokenise all text that is needed; `copy` is for copies of remote files."""
-    heldout, rest = job.parts()
+def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], None]) -> None:
+    """Read all text that is needed, and add its documents to `text`.
+
+    `copy` is the path of a folder that is made for the copy of a remote file. Raises DataError if a
+    side that has parts has no document.
+    """
+    heldout_parts, other_parts = job.parts()
     start_s = time.monotonic()
     next_note_s = _FIRST_NOTE_S
     num_documents = 0
@@ -232,80 +259,104 @@ def _tokenise(job: Job, found: _Tokenised, copy: Path, note: Callable[[str], Non
             note(f"preparing rows: {counted(num_documents, 'document')} read in {passed_s:.0f} s")
 
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-        for side, parts in ((_HELDOUT, heldout), (_TRAIN, rest)):
-            _tokenise_side(job, found, parts, side, copy, bar, count)
-            if parts and not (found.about["side"] == side).any():
+        for side, parts in ((_HELDOUT, heldout_parts), (_TRAIN, other_parts)):
+            _tokenise_side(job, text, parts, side=side, copy=copy, bar=bar, count=count)
+            if parts and not (text.about["side"] == side).any():
                 raise DataError(no_text(job.where[side]))
 
 
 def no_text(where: str) -> str:
-    """Say that the text which a setting names is empty."""
+    """Return the message for a text that has no document; `where` is the "key=value" of it."""
     return f"{where}: no text in it, need at least one document that is not empty"
 
 
 def _tokenise_side(
     job: Job,
-    found: _Tokenised,
+    text: _TokenisedText,
     parts: list[Part],
+    *,
     side: int,
     copy: Path,
     bar: tqdm,
     count: Callable[[], None],
 ) -> None:
-    """Read and tokenise the training text or separate held-out text; `count` each document."""
+    """Read parts in order until they have enough text, and add their documents to `text`.
+
+    Args:
+      job: What to prepare.
+      text: The documents so far.
+      parts: The parts of separate held-out text, or of all other text.
+      side: `_HELDOUT` for separate held-out text, else `_TRAIN`.
+      copy: Path of a folder that is made for the copy of a remote file.
+      bar: Shows the number of tokens so far.
+      count: Called for each document that is read.
+
+    Raises:
+      DataError: If there are more bad rows than `data.skip_bad`, or a file is damaged.
+    """
     pending: list[Document] = []
     num_chars = 0  # of the pending documents
     enough = False
 
     def save() -> None:
+        """Tokenise the pending documents together, and add them to `text`."""
         for document in pending:
-            found.unread.update(document.answers.unread)
+            text.unread.update(document.answers.unread)
         tokens, about = _encode(pending, job, side)
-        found.add(tokens, about)
-        bar.update(found.num_tokens - bar.n)
+        text.add(tokens, about)
+        bar.update(text.num_tokens - bar.n)
         pending.clear()
 
     for index, part in enumerate(parts, 1):
         bar.set_description(f"file {index} of {len(parts)}", refresh=False)
         with local_copy(part.file, copy) as path:
             documents = job.documents(part, path, job.where[side])
-            number = 0  # of documents in this file
+            num_documents = 0  # of this part
             for document in documents:
-                number += 1
+                num_documents += 1
                 count()
                 if document.fault:
-                    found.num_bad += 1
-                if found.num_bad > job.data.skip_bad:
-                    why = f"row {found.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
+                    text.num_bad += 1
+                if text.num_bad > job.data.skip_bad:
+                    why = f"row {text.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
                     raise DataError(f"{document.fault}; {why}")
+
                 pending.append(document)
                 num_chars += len(document.text)
                 if num_chars >= CHUNK_CHARS:
                     save()
                     num_chars = 0
-                    enough = _is_enough(job, found, side)
+                    enough = _is_enough(job, text, side)
                     if enough:
                         break
+
             # A file is read to its end even if there is enough text, so that it is counted whole,
             # and because gzip has its checksum there.
             if path is not None:
-                number += sum(1 for _ in documents)
-            found.files.append(_file_record(part.name, path, number))
+                num_documents += sum(1 for _ in documents)
+            text.files.append(_file_record(part.name, path, num_documents))
         if enough:
             break
     save()
 
 
-def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
-    """Whether what was read fills as many rows as are wanted; labelled texts are all read."""
+def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
+    """Return whether the documents of a side, while it is read, fill as many rows as are wanted.
+
+    For training text, enough must be left after documents are held out, and also enough of these.
+    Without a limit of rows, and of labelled texts, everything is read.
+    """
     limit = job.heldout_limit if side == _HELDOUT else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
-    needed = limit * job.row_length
-    # Separate held-out text is read first. While it is read, all saved tokens belong to it.
-    if side == _HELDOUT or found.num_tokens < needed:
-        return found.num_tokens >= needed
-    about = found.about
+    needed = limit * job.row_length  # tokens
+    if side == _HELDOUT:
+        # Separate held-out text is read first, so that all tokens belong to it.
+        return text.num_tokens >= needed
+
+    if text.num_tokens < needed:
+        return False
+    about = text.about
     masks = _split(job, about)
     train = about["length"][masks.train].sum()
     heldout = about["length"][masks.heldout].sum()
@@ -313,16 +364,22 @@ def _is_enough(job: Job, found: _Tokenised, side: int) -> bool:
 
 
 def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise documents; return the tokens to keep (`_TOKEN`), and a `_DOCUMENT` for each.
+    """Tokenise documents; return the tokens to keep, joined, and a description of each document.
 
-    A chat is cut to the length of a row, and to nothing if then no token counts.
+    The first result has the type `_TOKEN`, the second `_DOCUMENT`. A chat is cut to the length of a
+    row, and to nothing if then no token counts. Raises DataError if the tokenizer gives an id that
+    is not below its `vocab_size`.
     """
-    texts, encoder = [document.text for document in documents], job.encoder
+    encoder = job.encoder
+    texts = [document.text for document in documents]
     answers = [document.answers for document in documents]
     about = np.zeros(len(texts), _DOCUMENT)
+
+    # Of each document: all ids, those to keep (`pieces`), and which of these count (`marks`).
     if job.data.is_chat:
         ids = [chat.ids for chat in answers]
-        pieces, marks = [], []
+        pieces = []
+        marks = []
         for index, (text, chat) in enumerate(zip(texts, answers, strict=True)):
             mark = chats.counted(chat.offsets, chat.spans)[: job.row_length]
             if not mark.any():
@@ -330,7 +387,9 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
             piece = chat.ids[: len(mark)]
             if len(piece):
                 is_cut = len(piece) < len(chat.ids)
-                limit = int(chat.offsets[len(piece) - 1, 1]) if is_cut else len(text)
+                limit = len(text)  # characters
+                if is_cut:
+                    limit = int(chat.offsets[len(piece) - 1, 1])
                 about["cut"][index] = is_cut
                 about["num_bytes"][index] = chats.num_bytes(text, chat.contents, limit)
             pieces.append(piece)
@@ -338,22 +397,28 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
     else:
         ids = encoder.encode_batch(texts)
         pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
-        pieces = [p[:0] if d.fault else p for p, d in zip(pieces, documents, strict=True)]
+        for index, document in enumerate(documents):
+            if document.fault:
+                pieces[index] = pieces[index][:0]
         marks = [np.ones(len(piece), bool) for piece in pieces]
         about["num_bytes"] = [len(text.encode()) for text in texts]
+
+    # Describe the documents.
     hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
     about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
     about["label"] = [document.label for document in documents]
     about["bad"] = [document.fault != "" for document in documents]
-    about["only_last"] = [parts.only_last for parts in answers]
-    about["rejected"] = [parts.is_rejected for parts in answers]
+    about["only_last"] = [chat.only_last for chat in answers]
+    about["rejected"] = [chat.is_rejected for chat in answers]
     about["side"] = side
     about["length"] = [len(piece) for piece in pieces]
     about["counted"] = [mark.sum() for mark in marks]
+
     tokens = np.empty(about["length"].sum(), _TOKEN)
-    tokens["id"] = np.concatenate([np.empty(0, np.int32), *pieces])
+    tokens["id"] = np.concatenate([np.empty(0, np.int32), *pieces])  # there may be no document
     tokens["counts"] = np.concatenate([np.empty(0, bool), *marks])
-    least, largest = tokens["id"].min(initial=0), tokens["id"].max(initial=0)
+    least = tokens["id"].min(initial=0)
+    largest = tokens["id"].max(initial=0)
     if not 0 <= least <= largest < encoder.vocab_size:
         raise DataError(
             f"data.tokenizer={encoder.name}: gives ids from {least} to {largest}, "
@@ -363,42 +428,47 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
 
 
 def _file_record(name: str, path: Path | None, num_documents: int) -> FileRecord:
+    """Return the record of a part that was read, with size and hash of its file if it has one."""
     if path is None:  # of a data set on the hub, or of a source without files
         return FileRecord(name=name, rows=num_documents)
-    size, sha256 = path.stat().st_size, file_sha256(path)
-    return FileRecord(name=name, rows=num_documents, bytes=size, sha256=sha256)
+    return FileRecord(
+        name=name, rows=num_documents, bytes=path.stat().st_size, sha256=file_sha256(path)
+    )
 
 
 # -- Holding out -----------------------------------------------------------------------------
 
 
 def is_heldout(count: int, heldout_frac: float) -> np.ndarray:
-    """Say for each of `count` documents whether it is held out: bool[count].
+    """Return for each of `count` documents, in reading order, whether it is held out: bool [count].
 
-    Of the first n documents in reading order, round(n · heldout_frac) are held out, so documents
-    added to the end of the text do not change the choice.
+    Of the first n documents, for each n, round(n · heldout_frac) are held out. So documents that
+    are added to the end of the text do not change the choice.
     """
     marks = np.floor(np.arange(count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
 
 
 class _Masks(NamedTuple):
-    """Which documents are trained on and which held out, bool [N] each; some are neither."""
+    """Which documents are trained on and which are held out, bool [N] each; some are neither."""
 
     train: np.ndarray
     heldout: np.ndarray
 
 
 def _split(job: Job, about: np.ndarray) -> _Masks:
-    """Choose the documents to train on and those to hold out.
+    """Choose the documents to train on and those to hold out; `about` describes all (`_DOCUMENT`).
 
-    Copies of held-out documents, and chats without a token that counts, are in neither mask.
+    Held out is the separate held-out text; without one, a fraction of the documents of each class.
+    Documents that have the same tokens as a held-out one are in neither mask, nor are documents
+    without tokens.
     """
     heldout = about["side"] == _HELDOUT
     has_tokens = about["length"] > 0
-    if not heldout.any() and job.cuts:
+    has_own_heldout = heldout.any()
+    if job.cuts and not has_own_heldout:
         heldout = np.arange(len(about)) == 1  # the second of the two parts of the document
-    elif not heldout.any():
+    elif not has_own_heldout:
         for label in np.unique(about["label"]):
             of_label = np.flatnonzero((about["label"] == label) & has_tokens)
             heldout[of_label] = is_heldout(len(of_label), job.data.heldout_frac)
@@ -409,28 +479,38 @@ def _split(job: Job, about: np.ndarray) -> _Masks:
 # -- Rows ------------------------------------------------------------------------------------
 
 
-def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
-    """Write the arrays and the description of the rows; DataError if there are too few."""
-    encoder, about, is_packed = job.encoder, found.about, job.num_classes is None
+def _write_folder(job: Job, text: _TokenisedText, folder: Path) -> Manifest:
+    """Write rows of all documents into a folder that exists, and their manifest, which is returned.
+
+    Raises DataError if a side has too few rows.
+    """
+    encoder = job.encoder
+    about = text.about
+    is_packed = job.num_classes is None
     masks = _split(job, about)
+
+    # Documents that give no rows: bad ones, rejected chats, chats without an answer, and copies.
     is_empty = about["length"] == 0
     rejected = int(about["rejected"].sum())
-    dropped = int(is_empty.sum()) - found.num_bad - rejected
+    dropped = int(is_empty.sum()) - text.num_bad - rejected
     num_used = masks.train.sum() + masks.heldout.sum()
     copies = int((~is_empty).sum() - num_used)
+
     if is_packed:
-        _write_packed(job, found, folder, masks)
+        _write_packed(job, text, folder, masks)
         is_cut = about["cut"]
     else:
-        _write_labelled(job, found, folder, masks)
+        _write_labelled(job, text, folder, masks)
         is_cut = job.labelled_lengths(about) > job.data.sequence_length
     names = prepared.array_names(is_packed=is_packed, is_chat=job.data.is_chat)
     arrays = {name: np.load(folder / name, mmap_mode="r") for name in names}
     _require_rows(job, about, masks, arrays, copies=copies, dropped=dropped, rejected=rejected)
 
     def num_documents(files: ArrayFiles) -> int:
-        tokens, starts = arrays[files.tokens], arrays.get(files.starts)
-        return RowArrays(tokens, starts, arrays.get(files.answers)).num_documents
+        """Return the number of documents in the rows of a side, whose files are named."""
+        return RowArrays(
+            arrays[files.tokens], arrays.get(files.starts), arrays.get(files.answers)
+        ).num_documents
 
     heldout_tokens = about["counted"][masks.heldout].sum()
     heldout_bytes = about["num_bytes"][masks.heldout].sum()
@@ -445,14 +525,14 @@ def _write_folder(job: Job, found: _Tokenised, folder: Path) -> Manifest:
         hashes=[file_sha256(folder / name) for name in names],
         documents=[num_documents(TRAIN), num_documents(HELDOUT)],
         tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
-        files=found.files,
+        files=text.files,
         copies=copies,
         truncated=int(is_cut.sum()),
         dropped=dropped,
         only_last=int(about["only_last"].sum()),
         rejected=rejected,
-        bad=found.num_bad,
-        unread=sorted(found.unread),
+        bad=text.num_bad,
+        unread=sorted(text.unread),
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(exclude_none=True)) + "\n")
     return manifest
@@ -468,7 +548,17 @@ def _require_rows(
     dropped: int,
     rejected: int,
 ) -> None:
-    """Raise DataError, which says what was left out and cut, unless both sides have enough rows."""
+    """Raise DataError, which says what was left out and cut, unless both sides have enough rows.
+
+    Args:
+      job: What was prepared.
+      about: Descriptions of all documents (`_DOCUMENT`).
+      masks: The documents of each side.
+      arrays: The arrays of the folder, by the names of their files.
+      copies: Number of documents with the same tokens as a held-out one.
+      dropped: Number of chats without an answer in a row's length.
+      rejected: Number of chats with a false label.
+    """
     left_out = f"({copies} copies of held-out ones"
     if dropped + rejected:
         left_out += f" and {dropped + rejected} chats without an answer"
@@ -481,6 +571,7 @@ def _require_rows(
         left_out += " at most one row"
 
     def check(where: str, tokens: np.ndarray, use: str, mask: np.ndarray, need: int) -> None:
+        """Check that a side, of the documents in `mask`, has at least `need` rows of tokens."""
         if len(tokens) < need:
             raise DataError(
                 f"{where}: too little text: have {counted(len(tokens), 'row')} of"
@@ -497,13 +588,14 @@ def _require_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _PackedSide:
-    """Where the tokens of all documents go, among the rows of one side.
+    """The rows of one side, as files to be written, and the place of each document in them.
 
     Attributes:
-      first_N: For each document the place of its first token in the joined rows; behind their end
-        if it is not on this side.
-      ids: Rows of ids, a file that is written.
-      counts: Rows that say which tokens count, a file that is written; None if there is none.
+      first_N: For each document the index of its first token in the flattened rows; the size of the
+        rows, behind their end, if the document is not on this side.
+      ids: Rows of token ids [num_rows, L + 1], memory-mapped.
+      counts: Rows of bool in the same shape, which say whether a token counts, memory-mapped. None
+        if all tokens count.
     """
 
     first_N: np.ndarray
@@ -511,20 +603,20 @@ class _PackedSide:
     counts: np.ndarray | None
 
 
-def _write_packed(job: Job, found: _Tokenised, folder: Path, masks: _Masks) -> None:
-    """Write rows of documents one after another, or of whole chats.
-
-    In the names of arrays, N is for all documents and D for those of one side.
-    """
-    lengths_N = found.about["length"]
-    sides = [
-        _laid_out(job, lengths_N, masks.train, folder, TRAIN, job.data.num_sequences),
-        _laid_out(job, lengths_N, masks.heldout, folder, HELDOUT, job.heldout_limit),
-    ]
-    for tokens, which in found.pieces():
+def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -> None:
+    """Write both sides' rows of documents one after another, or of whole chats, into a folder."""
+    lengths_N = text.about["length"]
+    train = _laid_out(
+        job, lengths_N, masks.train, folder=folder, files=TRAIN, limit=job.data.num_sequences
+    )
+    heldout = _laid_out(
+        job, lengths_N, masks.heldout, folder=folder, files=HELDOUT, limit=job.heldout_limit
+    )
+    for tokens, which in text.pieces():
         lengths = lengths_N[which]
-        offsets = np.cumsum(lengths) - lengths  # of the documents in `tokens`
-        for side in sides:
+        offsets = np.cumsum(lengths) - lengths  # of each document's first token in `tokens`
+        for side in (train, heldout):
+            # The index of each token in the flattened rows of this side.
             to = np.repeat(side.first_N[which] - offsets, lengths) + np.arange(len(tokens))
             fits = to < side.ids.size
             side.ids.reshape(-1)[to[fits]] = tokens["id"][fits]
@@ -536,13 +628,24 @@ def _laid_out(
     job: Job,
     lengths_N: np.ndarray,
     mask_N: np.ndarray,
+    *,
     folder: Path,
     files: ArrayFiles,
     limit: int | None,
 ) -> _PackedSide:
-    """Place the documents of a side in up to `limit` rows; make its files, save the starts."""
+    """Choose the place of each document of a side in rows, and make the side's files in `folder`.
+
+    Args:
+      job: What to prepare.
+      lengths_N: Number of tokens of each document.
+      mask_N: Whether a document is on this side.
+      folder: An existing folder.
+      files: Names of the side's files. That of starts is written here, the others are allocated.
+      limit: Upper limit of rows; documents behind it are left out. None: no limit.
+    """
     width = job.row_length
     length_D = lengths_N[mask_N]
+    # The index of each document's first token in the flattened rows.
     if job.data.is_chat:
         row_D, offset_D = pack(length_D, width)
         first_D = row_D * width + offset_D
@@ -556,12 +659,14 @@ def _laid_out(
 
     id_dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     ids = np.lib.format.open_memmap(folder / files.tokens, "w+", id_dtype, shape)
-    if job.data.is_chat:  # padding is a document of its own, in which nothing counts
+    if job.data.is_chat:
         counts = np.lib.format.open_memmap(folder / files.answers, "w+", np.bool_, shape)
+        # Padding is a document of its own, in which nothing counts.
         ids[:] = job.encoder.eot_id
         starts = np.union1d(first_D, first_D + length_D)
-    else:  # a document begins with the end of text from which its first token is predicted
+    else:
         counts = None
+        # A document begins with the end of text from which its first token is predicted.
         starts = np.maximum(first_D - 1, 0)
     np.save(folder / files.starts, starts[starts < ids.size])
 
@@ -571,18 +676,22 @@ def _laid_out(
 
 
 def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign documents of up to `width` tokens to rows: each one's row, and its position there.
+    """Assign documents of 1 to `width` tokens to rows of `width` tokens.
 
-    A document goes to the row with the least space that holds it (best fit), in order.
+    `lengths` [D] are the documents' numbers of tokens. Returns each document's row, and the
+    position of its first token in the row, both int64 [D]. In order, a document goes to the row
+    with the least space that holds it (best fit), else to a new row.
     """
-    rows, offsets = np.zeros((2, len(lengths)), np.int64)
+    rows = np.zeros(len(lengths), np.int64)
+    offsets = np.zeros(len(lengths), np.int64)
     num_rows = 0
     open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by the space that is left
     spaces = 0  # bit s is set if a row with space s is open; so the search takes one operation
     for index, length in enumerate(lengths.tolist()):
-        fitting_spaces = spaces >> length << length  # without those below `length`
+        fitting_spaces = spaces >> length << length  # clear the bits of spaces below `length`
         if fitting_spaces:
-            space = (fitting_spaces & -fitting_spaces).bit_length() - 1  # the least of them
+            least_bit = fitting_spaces & -fitting_spaces
+            space = least_bit.bit_length() - 1
             row = open_rows[space].pop()
             if not open_rows[space]:
                 spaces &= ~(1 << space)
@@ -599,14 +708,18 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, offsets
 
 
-def _write_labelled(job: Job, found: _Tokenised, folder: Path, masks: _Masks) -> None:
-    """Write one row [class, n, tokens...] for each labelled text.
+def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -> None:
+    """Write one row [class, n, tokens...] for each labelled text, into both sides' files.
 
-    Raises DataError if a class has no text on a side.
+    The n tokens include prefix and suffix; zeros follow. Long texts lose their end. Raises
+    DataError if a class has no text on a side.
     """
-    about, longest = found.about, job.data.sequence_length
-    prefix, suffix = job.encoder.prefix, job.encoder.suffix
+    about = text.about
+    longest = job.data.sequence_length
+    prefix = job.encoder.prefix
+    suffix = job.encoder.suffix
     lengths = np.minimum(job.labelled_lengths(about), longest)
+
     # Rows have room for the longest text: a power of two, or three quarters of one.
     room = 1 << (int(lengths.max()) - 1).bit_length()
     if lengths.max() <= room * 3 // 4:
@@ -614,13 +727,14 @@ def _write_labelled(job: Job, found: _Tokenised, folder: Path, masks: _Masks) ->
     rows = np.zeros((len(about), NUM_FIELDS + min(room, longest)), np.int32)
     rows[:, 0] = about["label"]
     rows[:, 1] = lengths
-    for tokens, which in found.pieces():
+    for tokens, which in text.pieces():
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
-            text = tokens["id"][start : start + length - len(prefix) - len(suffix)]
-            row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *text, *suffix]
+            ids = tokens["id"][start : start + length - len(prefix) - len(suffix)]
+            row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *ids, *suffix]
 
     def save(path: Path, chosen: np.ndarray, where: str) -> None:
+        """Save rows of a side; `where` is the setting that names its text."""
         counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
         if counts.min() < 1:
             raise DataError(
@@ -638,7 +752,10 @@ def _write_labelled(job: Job, found: _Tokenised, folder: Path, masks: _Masks) ->
 
 
 def _draw(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Draw up to `limit` rows at random, in order, because files are often sorted by class."""
+    """Return up to `limit` rows, drawn at random (files are often sorted by class), in order.
+
+    The choice depends on the numbers of rows alone.
+    """
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]
