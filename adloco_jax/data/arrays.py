@@ -1,4 +1,8 @@
-"""Rows for `fit`, from an array of token ids."""
+"""Rows for `fit`, from an array of token ids.
+
+`ArrayRows` divides the array into training rows and held-out rows. Rows are [N, L + 1]: of L + 1
+tokens the first is only an input, and the last only a target.
+"""
 
 import copy
 import hashlib
@@ -61,7 +65,8 @@ class ArrayRows:
         rows = _checked_rows("tokens", tokens, sequence_length)
         if isinstance(heldout, float):
             num_heldout = max(MIN_HELDOUT_ROWS, round(heldout * len(rows)))
-            self.rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
+            self.rows = rows[:-num_heldout]
+            self.heldout_rows = rows[-num_heldout:]
         else:
             self.rows = rows
             self.heldout_rows = _checked_rows("heldout", heldout, rows.shape[1] - 1)
@@ -108,25 +113,34 @@ class ArrayRows:
 
 
 def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Return rows [N, L + 1] of an argument, which are cut here if it is one sequence.
+    """Return rows [N, L + 1] from an argument: rows, or one sequence [T] that is cut into rows.
 
-    Raises ConfigError, which begins with the argument's name, if it is no array of int32 values.
+    Args:
+      name: Name of the argument, with which messages begin.
+      given: The argument.
+      sequence_length: L; for rows it may be None.
+
+    Raises:
+      ConfigError: If the argument is no such array, or an id is beyond int32.
     """
     array = np.asarray(given)
-    found = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
+    have = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
     if array.ndim == 1 and sequence_length is None:
         raise ConfigError(
-            f"{found}; give ArrayRows the length of its rows: ArrayRows(..., sequence_length=L)"
+            f"{have}; give ArrayRows the length of its rows: ArrayRows(..., sequence_length=L)"
             " (data.sequence_length does not reach it)"
         )
+
     length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
     is_length_right = length >= 1 and sequence_length in (None, length)
     is_integer = np.issubdtype(array.dtype, np.integer)
     if array.ndim not in (1, 2) or not is_length_right or not is_integer:
-        raise ConfigError(f"{found}; {_EXPECTED}")
-    least, largest = int(array.min(initial=0)), int(array.max(initial=0))
+        raise ConfigError(f"{have}; {_EXPECTED}")
+    least = int(array.min(initial=0))
+    largest = int(array.max(initial=0))
     if least < -(2**31) or largest >= 2**31:
-        raise ConfigError(f"{found}, ids from {least} to {largest}; {_EXPECTED}")
+        raise ConfigError(f"{have}, ids from {least} to {largest}; {_EXPECTED}")
+
     if array.ndim == 1:
         num_rows = len(array) // (length + 1)
         array = array[: num_rows * (length + 1)].reshape(num_rows, length + 1)
@@ -134,7 +148,7 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
 
 
 def _fingerprint(*arrays: np.ndarray) -> str:
-    """Hash the shapes and values of arrays of rows, as int32 whatever their type."""
+    """Return the SHA-256 (hex) of the shapes of arrays and their values, as int32 of any type."""
     digest = hashlib.sha256()
     for rows in arrays:
         digest.update(f"{rows.shape}".encode())
@@ -147,6 +161,7 @@ def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
     """Count the held-out rows that are also among the training rows, compared by their hashes."""
 
     def hashes(rows: np.ndarray) -> Iterator[int]:
+        """Yield the hash of each row."""
         for chunk in _chunks(rows):
             for row in chunk:
                 yield hash(row.tobytes())

@@ -1,6 +1,9 @@
 """Make the corpus of a run from its settings: the rows, and the order in which workers read them.
 
-Of a row's L+1 tokens, the first is only an input and the last only a target.
+Of a row's L+1 tokens, the first is only an input and the last only a target. L is
+`data.sequence_length`. The text is what `data.path` or `data.source` names: files, or a data set on
+the hub. A *request* is a dict of plain JSON with all settings that determine the rows; rows that
+were made before are found by it in the user's cache. `where` is a "key=value" for messages.
 """
 
 import contextlib
@@ -40,7 +43,9 @@ _SOURCE_BY_ENDING = {
     "tsv": "hf",
     "arrow": "hf",
 }
-_ANY_COMMIT = "any"  # in place of a commit, to compare requests of several
+_ANY_COMMIT = "any"  # stands for a commit in requests that are compared without their commits
+# So many rows of chats are looked at to see how answers end.
+_NUM_SAMPLE_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +98,9 @@ class Corpus:
         """Describe the rows of a run in words, with an excerpt of a training row."""
         tokenizer = self.tokenizer
         row = as_row_batch(self.batch(0, 0, 0, 1)).tokens[0]
-        num_train, num_heldout, of_class = str(len(self.rows)), str(len(self.heldout_rows)), ""
+        num_train = str(len(self.rows))
+        num_heldout = str(len(self.heldout_rows))
+        of_class = ""
         if self.tokens_per_byte is None:  # labelled rows
             num_train += _by_class(self.rows)
             num_heldout += _by_class(self.heldout_rows)
@@ -111,7 +118,7 @@ class Corpus:
         )
 
     def _describe_text(self) -> str:
-        """Say which text was read, and how many documents or chats it has."""
+        """Return the words for which text was read, and how many documents or chats it has."""
         manifest = self.manifest
         num_files = sum(1 for record in manifest.files if record.bytes is not None)
         read = counted(num_files, "file") if num_files else manifest.files[-1].name
@@ -125,16 +132,22 @@ class Corpus:
         return text
 
     def _cut(self) -> str:
-        """Say how many texts were cut or left out, and of chats how many tokens count."""
-        manifest, rows, heldout_rows = self.manifest, self.rows, self.heldout_rows
+        """Return the words for how many texts were cut or left out, and how many tokens count.
+
+        The last is said of chats only. Empty if there is nothing to say.
+        """
+        manifest = self.manifest
+        rows = self.rows
+        heldout_rows = self.heldout_rows
         text = ""
         if manifest.truncated:
-            text += f", {manifest.truncated} of the {'chats' if manifest.loss else 'texts'} cut"
+            kind = "chats" if manifest.loss else "texts"
+            text += f", {manifest.truncated} of the {kind} cut"
         if isinstance(rows, DocumentRows) and isinstance(heldout_rows, DocumentRows):
             if manifest.loss:
-                count, heldout_count = rows.num_answer_tokens, heldout_rows.num_answer_tokens
                 of_answers = " of answers" if manifest.loss == "answers" else ""
-                text += f"; {count:,} and {heldout_count:,} tokens{of_answers} count"
+                text += f"; {rows.num_answer_tokens:,} and {heldout_rows.num_answer_tokens:,}"
+                text += f" tokens{of_answers} count"
         for number, noun, why in (
             (manifest.dropped, "chat", "without an answer within data.sequence_length left out"),
             (manifest.rejected, "chat", "with a false label left out"),
@@ -146,7 +159,7 @@ class Corpus:
         return text
 
     def _left_out(self) -> str:
-        """Say so, on a line of its own, if most chats or rows are left out."""
+        """Return a warning, with a line break before it, if most rows are left out; else empty."""
         manifest = self.manifest
         left_out = manifest.dropped + manifest.rejected + manifest.bad
         total = sum(manifest.documents) + manifest.copies + left_out
@@ -158,18 +171,27 @@ class Corpus:
         return line
 
     def _end_of_answers(self) -> str:
-        """Say so if what ends answers does not end what the model writes, or if nothing does."""
+        """Return a remark on how answers end in chats, or an empty text.
+
+        A model stops to write at the ids `tokenizer.ends`. It learns to stop if answers end by one
+        of these. Chats may also end answers by `tokenizer.turn_end`, at which the checkpoint does
+        not stop yet, or by no special token.
+        """
         if not isinstance(self.rows, DocumentRows) or self.rows.answers is None:
             return ""
-        tokens, answers = self.rows.tokens[:64], self.rows.answers[:64]  # enough to see the ends
-        ids = {*tokens[answers].tolist()}
-        turn_end, stops = self.tokenizer.turn_end, self.tokenizer.ends
-        if ids & {*turn_end} - {*stops}:
+        tokens = self.rows.tokens[:_NUM_SAMPLE_ROWS]
+        is_answer = self.rows.answers[:_NUM_SAMPLE_ROWS]
+        answer_ids = set(tokens[is_answer].tolist())
+        stops = set(self.tokenizer.ends)
+        turn_end = set(self.tokenizer.turn_end)
+
+        if answer_ids & (turn_end - stops):
+            end = self.tokenizer.decode(self.tokenizer.turn_end)
             return (
-                f"; answers end by {self.tokenizer.decode(turn_end)}, where the model does not stop"
-                " yet: the export's generation_config.json names it"
+                f"; answers end by {end}, where the model does not stop yet: the export's"
+                " generation_config.json names it"
             )
-        if ids & {*turn_end, *stops}:
+        if answer_ids & (turn_end | stops):
             return ""
         eot = self.tokenizer.decode([self.tokenizer.eot_id])
         return (
@@ -179,12 +201,13 @@ class Corpus:
 
 
 def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
-    """Return `Corpus.fingerprint` of rows with this description."""
+    """Return `Corpus.fingerprint` of the `num_rows` training rows that a manifest describes."""
     parts = manifest.fingerprint, num_rows, *manifest.hashes
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
 
 def _by_class(rows: np.ndarray | DocumentRows) -> str:
+    """Return the words for how many labelled rows each class has."""
     counts = np.bincount(np.asarray(rows)[:, 0])  # a labelled row begins with its class
     return f" ({', '.join(map(str, counts))} by class)"
 
@@ -234,6 +257,7 @@ def load_corpus(
     tokenizer = tokenizer_of(data, settings.model, num_classes=num_classes, run=run)
 
     def job_of(commit: str) -> Job:
+        """Return the job that makes rows of a commit; if it is empty, the hub is asked for one."""
         return make_job(
             data,
             tokenizer,
@@ -245,26 +269,32 @@ def load_corpus(
     try:
         job = job_of(commit)
     except hub.Unreachable:
+        # Which commit is the newest is not known. Rows of any commit do.
         wanted = job_of(_ANY_COMMIT).request
-        found = _find_rows(lambda request: request | {"commit": _ANY_COMMIT} == wanted)
-        if found is None:
+        prepared_rows = _find_rows(lambda request: request | {"commit": _ANY_COMMIT} == wanted)
+        if prepared_rows is None:
             raise
         note(f"{where}: the hub does not answer; using the rows made last")
     else:
-        found = _prepare_rows(job, note)
-    train, heldout = rows_as_read(found.train, data), rows_as_read(found.heldout, data)
+        prepared_rows = _prepare_rows(job, note)
+
+    manifest = prepared_rows.manifest
+    train = rows_as_read(prepared_rows.train, data)
     return Corpus(
         rows=train,
-        heldout_rows=heldout,
+        heldout_rows=rows_as_read(prepared_rows.heldout, data),
         tokenizer=tokenizer,
-        manifest=found.manifest,
+        manifest=manifest,
         order=order_of(settings, len(train), where=where),
-        tokens_per_byte=found.manifest.tokens_per_byte if num_classes is None else None,
+        tokens_per_byte=manifest.tokens_per_byte if num_classes is None else None,
     )
 
 
 def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | DocumentRows:
-    """Return the rows that arrays hold: tokens alone, unless the model separates documents."""
+    """Return the rows of a side: the array of tokens, or `DocumentRows`.
+
+    They are `DocumentRows` if the model separates documents, as `data` then says.
+    """
     if not data.separates_documents:
         return arrays.tokens
     assert arrays.starts is not None  # packed rows have them
@@ -272,9 +302,10 @@ def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | Document
 
 
 def _prepare_rows(job: Job, note: Note) -> PreparedRows:
-    """Make rows in the user's cache, or open those there; if they cannot be kept, make them anew.
+    """Make a job's rows in the user's cache, or open those that are there.
 
-    The rows of a source without a version are not kept.
+    If the cache cannot be written, or the source has no version, rows are made in a folder that is
+    deleted at once.
     """
     if DATA_SOURCES[job.data.source].version is not None:
         try:
@@ -288,6 +319,7 @@ def _prepare_rows(job: Job, note: Note) -> PreparedRows:
             return prepared.open_rows(folder, manifest)
         except OSError as error:
             note(f"rows cannot be kept for later runs ({error})")
+
     # The memory-mapped arrays stay readable after the folder is deleted.
     with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
         folder = Path(temporary) / job.key
@@ -296,15 +328,21 @@ def _prepare_rows(job: Job, note: Note) -> PreparedRows:
 
 
 def _where_of(data: DataSettings) -> str:
+    """Return the "key=value" that names the text."""
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
 def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, File]]:
-    """Say whether the text is on the hub; else find its files and those of held-out text.
+    """Find the files of the text.
 
-    The files are in reading order. There are none if the source of the text needs no path.
+    Returns whether the text is a data set on the hub; the files of the text; and those of separate
+    held-out text. Files are in reading order, by their names (`files.find`). There are none on the
+    hub, or if the source of the text needs no path.
+
+    Raises ConfigError if keys contradict one another, or a file is in both.
     """
-    source, where = DATA_SOURCES[data.source], _where_of(data)
+    source = DATA_SOURCES[data.source]
+    where = _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
     if on_hub:
         wrong_keys = data.heldout_path
@@ -317,13 +355,17 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
         )
     if on_hub or "path" not in source.needs:
         return on_hub, {}, {}
+
     files = find(data.path, key="data.path")
-    heldout = find(data.heldout_path, key="data.heldout_path") if data.heldout_path else {}
+    heldout: dict[str, File] = {}
+    if data.heldout_path:
+        heldout = find(data.heldout_path, key="data.heldout_path")
     if "dataset_dict.json" in files:
         raise ConfigError(
             f"{where}: a saved data set of several splits; name the folder of one split"
         )
-    files, heldout = _files_with_rows(files), _files_with_rows(heldout)
+    files = _files_with_rows(files)
+    heldout = _files_with_rows(heldout)
     for file in _without_links(files) & _without_links(heldout):
         raise ConfigError(
             f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
@@ -333,12 +375,16 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
 
 
 def _files_with_rows(files: dict[str, File]) -> dict[str, File]:
-    """Leave out files beside .arrow files: a data set saved by `datasets` has rows only there."""
+    """Return the .arrow files if there are any, else all files.
+
+    A data set that the library `datasets` saved has rows only in its .arrow files.
+    """
     arrow_files = {name: file for name, file in files.items() if name.endswith(".arrow")}
     return arrow_files or files
 
 
 def _without_links(files: dict[str, File]) -> set[File]:
+    """Return the files, and those to which links lead instead of the links."""
     return {file.resolve() if isinstance(file, Path) else file for file in files.values()}
 
 
@@ -367,14 +413,16 @@ def source_of(path: str) -> str:
 
 
 def column_of_texts(data: DataSettings) -> str:
-    """Return the `data.text_column` that fits the first row of a text: "text", or that of chats.
+    """Return the `data.text_column` that fits the columns of a text's first row.
 
-    "text" also for rows with neither, and for those that cannot be read. If the hub does not
-    answer, it is the column of which rows were made last.
+    It is the first of `CHATS` whose columns are there, else "text"; "text" also if no row can be
+    read. If the hub does not answer, it is the column of which rows were made last.
     """
     columns: Iterable[str] = ()
+    # No file has no first one (LookupError). `load_corpus` raises errors of the text.
     with contextlib.suppress(UserError, LookupError):
-        source, where = DATA_SOURCES[data.source], _where_of(data)
+        source = DATA_SOURCES[data.source]
+        where = _where_of(data)
         if "text_column" not in source.needs:
             return "text"
         try:
@@ -386,8 +434,10 @@ def column_of_texts(data: DataSettings) -> str:
                 with hub.faults(where):
                     columns = sources.first_columns(source, first_file, data)
         except hub.Unreachable:
-            found = _find_rows(lambda request: request["path"] == data.path)
-            return found.manifest.request["text_column"] if found else "text"
+            prepared_rows = _find_rows(lambda request: request["path"] == data.path)
+            if prepared_rows is None:
+                return "text"
+            return prepared_rows.manifest.request["text_column"]
     for name in CHATS:
         if {*name.split("+")} <= {*columns}:  # a plus joins two columns of a chat
             return name
@@ -395,9 +445,12 @@ def column_of_texts(data: DataSettings) -> str:
 
 
 def _find_rows(fits: Callable[[dict], bool]) -> PreparedRows | None:
-    """Open the rows made last, in the user's cache, whose request fits; None if there are none."""
-    found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
-    for path in sorted(found, key=os.path.getmtime, reverse=True):
+    """Open the newest rows in the user's cache for whose request `fits` is true; None if none is.
+
+    `fits(request)` is given a `Manifest.request`. Damaged rows are passed over.
+    """
+    manifests = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
+    for path in sorted(manifests, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(DataError):  # damaged, or of another version
             manifest = prepared.read_prepared(path.parent)
             if fits(manifest.request):
@@ -413,7 +466,9 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """Describe a preparation of rows: the files to read, and all settings that matter.
+    """Return the job that makes the rows of a text, with all settings that determine the rows.
+
+    The text is found, and read by `Job.parts` later.
 
     Args:
       data: The config's group `data`.
@@ -428,11 +483,14 @@ def make_job(
       DataError: If a path leads to no file.
       ResourceError: If a server does not answer; `Unreachable` if it is the hub.
     """
-    source, where = DATA_SOURCES[data.source], _where_of(data)
+    source = DATA_SOURCES[data.source]
+    where = _where_of(data)
     heldout_where = f"data.heldout_path={data.heldout_path}" if data.heldout_path else where
     if num_classes is None:
         data = data.model_copy(update={"label_column": ""})
     on_hub, files, heldout_files = _find_text(data)
+
+    # Settings that other things than the config determine.
     identities = [identity(file) for file in files.values()]
     if on_hub and not commit:
         commit = data.revision
@@ -449,6 +507,7 @@ def make_job(
     template_hash = ""
     if data.is_chat:
         template_hash = hashlib.sha256(tokenizer.template.encode()).hexdigest()
+
     request = {
         "name": data.name,
         "split": data.split,
@@ -473,24 +532,28 @@ def make_job(
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),
     }
-    num_texts = sum(1 for _, size, *_ in identities if size != 0)  # empty files are no text
+    sizes = [size for _, size, *_ in identities]
+    num_texts = len(sizes) - sizes.count(0)  # empty files are no text
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
     def hub_parts(split: str) -> list[Part]:
+        """List the files of a split of the data set on the hub as parts."""
         return sources.hub_parts(data, split, commit, where=where)
 
     def file_parts(files: Mapping[str, File | None]) -> list[Part]:
+        """List files as parts, which are read by the source, or cut in two."""
         read: Any = _cut_file if cuts else source.documents
         return [Part(name, file, lambda path: read(path, data)) for name, file in files.items()]
 
     def parts() -> tuple[list[Part], list[Part]]:
-        """Return the parts of separate held-out text, and all others; see `Job.parts`."""
+        """Return the parts of separate held-out text, which may be none, and of all other text."""
         if on_hub:
             heldout = hub_parts(data.heldout_split) if data.heldout_split else []
             return heldout, hub_parts(data.split)
-        if files:
-            return file_parts(heldout_files), file_parts(files)
-        return file_parts(heldout_files), file_parts({data.source: None})  # it needs no file
+        if not files:
+            # The source reads no file: it is one part, called once with None.
+            return [], file_parts({data.source: None})
+        return file_parts(heldout_files), file_parts(files)
 
     return Job(
         data=data,
@@ -505,13 +568,13 @@ def make_job(
 
 
 def _python_identity() -> str:
-    """Return the version of Python with a hash of what changes with its standard library."""
+    """Return the version of Python, with a hash of the identities of its library's files."""
     files = json.dumps([identity(file) for file in sources.stdlib_files()])
     return f"{sys.version} {hashlib.sha256(files.encode()).hexdigest()}"
 
 
 def _cut_file(file: Path, data: DataSettings) -> Iterator[str]:
-    """Yield the two parts of a file of text; the second is held out (`Job.cuts`)."""
+    """Yield the beginning of a text file, to train on, and its end, to hold out; none if empty."""
     text = sources.read_text(file)
     if text:
         yield from sources.cut_in_two(text, where=_where_of(data), heldout_frac=data.heldout_frac)

@@ -1,4 +1,7 @@
-"""Write files so that a crash leaves the old or the new content, and hash them."""
+"""Write files so that a crash leaves the old or the new content, and hash them.
+
+A new file or folder is written under another name (".NAME.partial"), forced to disk, and renamed.
+"""
 
 import contextlib
 import hashlib
@@ -29,7 +32,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path`, once on disk, when the block ends without an error."""
+    """Open a file for writing, which replaces `path` when the `with` block ends without an error.
+
+    The content is on disk before. Raises ConfigError if `path` is no path of this machine.
+    """
     partial = local_path(path).with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         yield file
@@ -40,9 +46,10 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that replaces `folder`, once on disk, when the block ends without an error.
+    """Yield a new folder, which replaces `folder` when the `with` block ends without an error.
 
-    A kill between the two renames leaves the old folder as `.NAME.old`. The next call puts it back.
+    Its content is on disk before. A kill between the two renames leaves the old folder as
+    `.NAME.old`. The next call puts it back.
     """
     partial = local_path(folder).with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
@@ -66,10 +73,10 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def local_path(path: str | Path, where: str = "") -> Path:
-    """Return the path of something to write; `where` is the "key=" before it, for messages.
+    """Return `path`, under which something is to be written, as a `Path`.
 
     Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
-    have this name.
+    have this name. `where` is the "key=" of the config before the path in the message.
     """
     # A protocol before ":/", because `Path` has made "s3:/x" of "s3://x".
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):

@@ -1,7 +1,9 @@
 """The files of a path or an address: find them, and copy those on servers to this machine.
 
-fsspec reads buckets, the hub and web servers. A file is copied as a whole before it is read, so
-that hashes, checksums and the readers of tables work as for files on this machine.
+An *address* has a protocol, such as `s3://bucket/folder`; fsspec reads it from a bucket, the hub or
+a web server. A *glob* is a path with wildcards, and in this file a `pattern` the list of its parts.
+A remote file is copied as a whole before it is read, so that hashes, checksums and the readers of
+tables work as for files on this machine. `key` is the config's key that gave a path, for messages.
 """
 
 import contextlib
@@ -40,9 +42,13 @@ _SAMPLE_BYTES = 2**16  # bytes at each end of a file that are hashed at every st
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file on a server: its full address, its size in bytes if known, and its version.
+    """A file on a server.
 
-    `version` is what the server says about the content: its hash, the time of its last change.
+    Attributes:
+      address: The full address.
+      size: Size in bytes; None if the server does not say it.
+      version: What the server says about the content, such as its hash or the time of its last
+        change, each as "name=value".
     """
 
     address: str
@@ -55,7 +61,7 @@ class RemoteFile:
         return PurePosixPath(self.address).name
 
     def open(self) -> io.BufferedReader:
-        """Open the file on its server; what is read is transferred."""
+        """Open the file on its server for reading; only bytes that are read are transferred."""
         system, path = _file_system(self.address, "address")
         return io.BufferedReader(system.open(path, block_size=2**20))
 
@@ -81,10 +87,10 @@ def cache_folder(name: str) -> Path:
 
 
 def trim_cache() -> None:
-    """Delete from the user's cache what was not used for longest, above `ADLOCO_CACHE_GB`.
+    """Delete the longest unused entries of the user's cache until it fits in `ADLOCO_CACHE_GB`.
 
-    What was used within a day stays, because a run may read it. Raises ConfigError if the variable
-    is no number.
+    This variable of the environment is in gigabytes, 100 by default. Entries that were used within
+    a day stay, because a run may read them. Raises ConfigError if the variable is no number.
     """
     gigabytes = os.environ.get("ADLOCO_CACHE_GB") or "100"
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
@@ -103,14 +109,14 @@ def trim_cache() -> None:
 
 
 def _cache_entry(path: Path) -> _CacheEntry:
-    """Add up the sizes of the files in a folder of the cache, and find when one was last used."""
+    """Return the entry of a file or folder: the sum of its files' sizes, and their last use."""
     stats = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
     used_s = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=0.0)
     return _CacheEntry(used_s, sum(stat.st_size for stat in stats), path)
 
 
 def is_address(path: str) -> bool:
-    """Whether a value of the config is an address, and not a path or a name on the hub."""
+    """Return whether a value of the config is an address, no path and no name on the hub."""
     return "://" in path
 
 
@@ -129,7 +135,7 @@ def _local_path(name: str, *, key: str) -> Path:
 
 
 def is_on_hub(name: str, *, key: str) -> bool:
-    """Whether a value of the config's `key` is no path here, and may be a name on the hub.
+    """Return whether a value of the config's `key` is no existing path, and may be a hub's name.
 
     Raises DataError if the path cannot be followed.
     """
@@ -174,33 +180,39 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Find files as `find` does, perhaps none; also say whether the path is a folder."""
+    """Return the result of `find` for a path, maybe empty, and whether the path is a folder."""
     start = _local_path(path, key=key)
     if start.is_dir():
-        base, pattern = start, ["**"]
+        base = start
+        pattern = ["**"]
     else:
         base = next(parent for parent in start.parents if not glob.has_magic(str(parent)))
         pattern = list(start.relative_to(base).parts)
-    files = {}  # by the path without links, so that each is read once
+
+    files: dict[Path, Path] = {}  # by the path without links, so that each is read once
     with contextlib.suppress(FileNotFoundError):
-        found = [start] if start.is_file() else _expand(base, pattern, set())
-        for file in sorted(found, key=Path.as_posix):
+        candidates = [start] if start.is_file() else list(_expand(base, pattern, set()))
+        for file in sorted(candidates, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
             elif not file.exists():
                 raise DataError(f"{key}={path}: {file} is a link that leads nowhere; remove it")
+
     by_name: dict[str, File] = {file.relative_to(base).as_posix(): file for file in files.values()}
     return by_name, start.is_dir()
 
 
 def _is_read(name: str, wildcard: str) -> bool:
-    """Whether a name matches a part of a glob, which a name with `.` or `_` needs to spell."""
+    """Return whether the name of a file or folder matches one part of a glob.
+
+    A name that begins with `.` or `_` matches only a part that begins so.
+    """
     is_shown = not name.startswith((".", "_")) or wildcard.startswith(name[0])
     return is_shown and fnmatch.fnmatchcase(name, wildcard)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path matches a glob, both given by their parts.
+    """Return whether a path of the parts `names` matches a glob of the parts `pattern`.
 
     `**` stands for any number of folders, also for none; at the end also for the file in them.
     """
@@ -215,22 +227,25 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path]:
-    """Yield the files in a folder that match the parts of a glob, as in `_matches`.
+    """Yield the files in a folder, at any depth, that match the parts of a glob, as in `_matches`.
 
-    `entered` has the folders that were read before, each with its pattern. None is read twice, even
-    if a link leads to a parent folder.
+    `entered` is a set of pairs of a folder and a pattern that were read before; pairs are added.
+    None is read twice, even if a link leads to a parent folder.
     """
-    visit = folder.resolve(), tuple(pattern)
+    visit = (folder.resolve(), tuple(pattern))
     if visit in entered:
         return
     entered.add(visit)
-    first, rest = pattern[0], pattern[1:]
+
+    first = pattern[0]
+    rest = pattern[1:]
     if first == "**":
         yield from _expand(folder, rest or ["*"], entered)
         for entry in sorted(folder.iterdir()):
             if entry.is_dir() and _is_read(entry.name, "*"):
                 yield from _expand(entry, pattern, entered)
         return
+
     for entry in sorted(folder.iterdir()):
         if not _is_read(entry.name, first):
             continue
@@ -241,12 +256,14 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 
 
 def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Find files as `find` does, perhaps none; also say whether the address is of a folder."""
+    """Return the result of `find` for an address, maybe empty, and whether it is of a folder."""
     protocol = path.partition("://")[0]
     with hub.faults(f"{key}={path}"):
         system, path = _file_system(path, key)
         system.invalidate_cache()
-        base, pattern = path.rstrip("/"), ["**"]
+        # A folder has all files below; a glob those below the part before its first wildcard.
+        base = path.rstrip("/")
+        pattern = ["**"]
         is_glob = False
         try:
             about = system.info(path)
@@ -258,21 +275,27 @@ def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
             is_glob = True
             parts = path.split("/")
             first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-            base, pattern = "/".join(parts[:first]), parts[first:]
+            base = "/".join(parts[:first])
+            pattern = parts[first:]
         # Not `system.glob`, which leaves out an object beside a folder of the same name.
         depth = None if "**" in pattern else len(pattern)
-        found = system.find(base, maxdepth=depth, detail=True)
+        listing = system.find(base, maxdepth=depth, detail=True)
+
     files: dict[str, File] = {}
-    for name in sorted(found):
-        short = name.removeprefix(base).lstrip("/")
-        is_file = found[name]["type"] == "file" and not name.endswith("/")
-        if is_file and short and _matches(short.split("/"), pattern):
-            files[short] = _remote_file(protocol, found[name])
+    for name in sorted(listing):
+        relative = name.removeprefix(base).lstrip("/")
+        is_file = listing[name]["type"] == "file" and not name.endswith("/")
+        if is_file and relative and _matches(relative.split("/"), pattern):
+            files[relative] = _remote_file(protocol, listing[name])
     return files, not is_glob
 
 
 def _file_system(address: str, key: str) -> tuple[Any, str]:
-    """Return fsspec's file system for an address, and the path in it; refuse what is secret."""
+    """Return fsspec's file system for an address, and the path in it.
+
+    Raises ConfigError if the protocol is not supported, or the address has a user or a query, which
+    may be secret.
+    """
     import fsspec
 
     protocol, _, rest = address.partition("://")
@@ -289,7 +312,7 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
 
 
 def _remote_file(protocol: str, about: Mapping[str, Any]) -> RemoteFile:
-    """Make a `RemoteFile` of what fsspec says about a file, in words that differ by server."""
+    """Make a `RemoteFile` from fsspec's dict about a file, whose keys differ by server."""
     name = about["name"]
     address = name if is_address(name) else f"{protocol}://{name}"
     version = [f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSION_NAMES]
@@ -297,9 +320,10 @@ def _remote_file(protocol: str, about: Mapping[str, Any]) -> RemoteFile:
 
 
 def identity(file: File) -> list:
-    """Return, as plain JSON, what changes with a file's content.
+    """Return a list, as plain JSON, that differs after a file's content has changed.
 
-    No program can set the change time `st_ctime_ns`.
+    The first member is the address or path, the second the size in bytes. For a file here, the time
+    of change, which no program can set, and a hash of both ends of the file are among the others.
     """
     if isinstance(file, RemoteFile):
         return [file.address, file.size, *file.version]
@@ -318,10 +342,10 @@ def identity(file: File) -> list:
 
 @contextlib.contextmanager
 def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
-    """Replace `folder` by a copy of a remote file for the `with` block; yield the file's path.
+    """Yield the path of a file on this machine; for a remote file, of a copy in `folder`.
 
-    Any other `file` is yielded as it is. A `DataError` of the block names the address instead
-    of the path of the copy.
+    `folder` is made anew, and deleted after the `with` block. A path or None is yielded as it is. A
+    `DataError` of the block names the address instead of the path of the copy.
     """
     if not isinstance(file, RemoteFile):
         yield file
@@ -350,11 +374,11 @@ def fetched(
 
     Args:
       name: A path, which need not exist, an address, or a name on the hub.
-      wanted: Patterns of files that are copied if they exist.
-      one_of: Patterns, in order of preference; files of the first that matches are copied.
+      wanted: Globs of names of files that are copied if they exist.
+      one_of: Globs of names, in order of preference; files of the first that matches are copied.
       key: The config's key, for messages.
       hint: What the message advises if no file matches a pattern of `one_of`.
-      revision: As in `hub.download`.
+      revision: Branch, tag or commit of a repository on the hub. None: its main branch.
 
     Raises:
       ConfigError: If no file matches a pattern of `one_of`.
@@ -376,14 +400,16 @@ def _copied(
 ) -> Path:
     """Copy files of a remote folder to the user's cache, unless this version is there.
 
-    The arguments are those of `fetched`. Files of folders in the folder are not copied.
+    Returns the folder with the copies. The arguments are those of `fetched`. Files of folders in
+    the folder are not copied.
     """
-    found: Any = find(address, key=key)
-    best = hub.first_match([*found], one_of, f"{key}={address}", hint)
+    remote_files: Any = find(address, key=key)  # by name
+    best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)
     names: set[str] = set()
     for pattern in (*wanted, best):
-        names.update(fnmatch.filter(found, pattern))
-    files = {name: found[name] for name in sorted(names) if "/" not in name}
+        names.update(fnmatch.filter(remote_files, pattern))
+    files = {name: remote_files[name] for name in sorted(names) if "/" not in name}
+
     # The folder's name is a hash of addresses, sizes and versions.
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
     folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -397,7 +423,7 @@ def _copied(
 
 
 def download(file: RemoteFile, path: Path) -> None:
-    """Copy a remote file.
+    """Copy a remote file to `path`.
 
     Raises:
       DataError: If its size is not that of the listing.

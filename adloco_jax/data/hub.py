@@ -1,4 +1,8 @@
-"""Use the Hugging Face hub: find commits, download files, and turn errors into clear messages."""
+"""Use the Hugging Face hub: find commits, download files, and turn errors into clear messages.
+
+`where` is the "key=value" of the config that names a data set, a repository or a file. Messages
+begin with it.
+"""
 
 import contextlib
 import fnmatch
@@ -13,10 +17,11 @@ from typing import Any
 
 from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-FIRST_ANSWER_S = 10.0
-# Names of classes of errors, of all libraries that ask a server.
+COMMIT = re.compile(r"[0-9a-f]{40}")  # the full name of a commit
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # of a repository: owner/name, or a name alone
+FIRST_ANSWER_S = 10.0  # how long the hub may take to answer
+# Names of classes of errors, in all libraries that ask a server: there is no such thing, there is
+# no access to it, and the server does not answer.
 _ABSENT = frozenset(
     {
         "DatasetNotFoundError",
@@ -45,9 +50,7 @@ class Unreachable(ResourceError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """Ask the hub for the commit of a data set's revision (branch, tag or commit), within 10 s.
-
-    `where` has the config's keys and values, for messages.
+    """Return the commit of a data set's revision (branch, tag or commit), as the hub says now.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -71,9 +74,16 @@ def download(
 ) -> Path:
     """Download files of a model's repository to the hub's cache; return their folder.
 
-    Files that match `wanted` are downloaded, and those of the first pattern of `one_of` that any
-    file matches. Every file is compared with the hub's hash. Messages mention `where`, the config's
-    key and value, and `hint` if nothing matches. `revision` is a branch, tag or commit; None: main.
+    If the cache has the files, the hub is not asked. Every file is compared with the hub's hash.
+
+    Args:
+      name: The repository.
+      wanted: Globs of names of files that are downloaded if they exist.
+      one_of: Globs of names, in order of preference; files of the first that matches are
+        downloaded.
+      where: The "key=value" that names the repository, for messages.
+      hint: What the message advises if no file matches a pattern of `one_of`.
+      revision: Branch, tag or commit; None: the main branch.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -97,6 +107,7 @@ def download(
         return Path(folder)
 
     def find_in_cache() -> Path | None:
+        """Return the folder with files of the first pattern that the cache has; None: none."""
         for pattern in one_of:
             with contextlib.suppress(OSError, ValueError):  # missing, or incomplete
                 folder = get(pattern, offline=True)
@@ -117,7 +128,7 @@ def download(
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """Whether a folder has all files that an index of weights in it names.
+    """Return whether a folder has all files that an index of weights in it names.
 
     Older versions of the hub's library return a folder in which some are missing.
     """
@@ -129,7 +140,10 @@ def _has_all_shards(folder: Path) -> bool:
 
 
 def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: str) -> str:
-    """Return the first pattern that any name matches; ConfigError, with `hint`, if none does."""
+    """Return the first glob of `one_of` that any name matches.
+
+    Raises ConfigError, with the advice `hint`, if none does.
+    """
     for pattern in one_of:
         if fnmatch.filter(names, pattern):
             return pattern
@@ -140,7 +154,10 @@ def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: s
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Check that the content of a file in the hub's cache has the hash that is its name."""
+    """Raise DataError if a file in the hub's cache has not the hash that names its content.
+
+    The cache has a link to a file that is named by its hash. Other files are not checked.
+    """
     blob = file.resolve()
     is_named_by_hash = re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name)  # SHA-1 or SHA-256
     if not file.is_symlink() or not is_named_by_hash:
@@ -155,16 +172,16 @@ def _check_content(file: Path, where: str) -> None:
 
 @functools.cache  # a run opens a repository several times, and its weights may have many gigabytes
 def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
-    """Hash a file by the algorithm of the hash that is its name.
+    """Return a file's hash (hex) by the algorithm of the hash that is its name.
 
-    Its time of change is there only so that a changed file is hashed again.
+    The result is cached. The time of change is an argument so that a changed file is hashed again.
     """
     if len(blob.name) == _SHA1_DIGITS:  # a small file has the hash that git computes
         digest = hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
     else:
         digest = hashlib.sha256()
     with open(blob, "rb") as content:
-        while part := content.read(2**20):
+        for part in iter(lambda: content.read(2**20), b""):
             digest.update(part)
     return digest.hexdigest()
 
@@ -174,9 +191,10 @@ def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
 
 @contextlib.contextmanager
 def faults(where: str) -> Iterator[None]:
-    """Turn errors of fsspec, of the hub's libraries and of those behind them into `UserError`.
+    """Turn an error of the `with` block, which asks a server, into a `UserError` about `where`.
 
-    Errors of this machine's disk stay. Secrets are removed from what the hub's libraries log.
+    It is `Unreachable`, ConfigError (no such thing, or no access) or DataError. Errors of this
+    machine's disk stay. Secrets are removed from what the hub's libraries log.
     """
     for name in ("huggingface_hub", "datasets"):
         for handler in logging.getLogger(name).handlers:
@@ -192,7 +210,7 @@ def faults(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _faults_of_name(where: str) -> Iterator[None]:
-    """Turn errors into `UserError`, as `faults`, for a name that is no path here."""
+    """Turn errors as `faults` does; messages add that the name is no path here."""
     try:
         with faults(f"{where}: no such file or folder here; on the hub"):
             yield
@@ -210,6 +228,8 @@ def _without_secrets(record: logging.LogRecord) -> bool:
 def _error_to_raise(error: BaseException, where: str) -> BaseException:
     """Return what `faults` raises: a `UserError` about `where`, or one of the error's causes."""
     chain = _with_causes(error)
+
+    # Errors that any of the causes decides.
     for cause in chain:
         is_of_disk = getattr(cause, "filename", None) and getattr(cause, "errno", None)
         if isinstance(cause, UserError):
@@ -221,7 +241,10 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     if isinstance(error, ImportError):  # of fsspec, which names the package
         return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco_jax[remote]'")
 
-    names = set().union(*(_class_names(cause) for cause in chain))
+    # What a server answered, or that none did.
+    names: set[str] = set()
+    for cause in chain:
+        names |= _class_names(cause)
     codes = {_status(cause) for cause in chain}
     if names & _REFUSED or codes & _REFUSED_CODES:
         how = "set credentials in the environment, or log in (hf auth login)"
@@ -252,7 +275,7 @@ def _class_names(error: BaseException) -> set[str]:
 
 def _status(error: BaseException) -> int:
     """Return the HTTP status that an error of any library has; 0 if it has none."""
-    answer: Any = getattr(error, "response", None)
+    answer: Any = getattr(error, "response", None)  # of the server: an object, or botocore's dict
     if isinstance(answer, dict):  # botocore
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     for holder in (error, answer):

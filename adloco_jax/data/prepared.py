@@ -1,6 +1,8 @@
 """Read folders of prepared rows: arrays (`TRAIN`, `HELDOUT`), and `prepared.json`, written last.
 
-A run checks shapes and types, not the hashes.
+`data.rows` writes these folders. Rows are [N, L + 1] integers. *Packed* rows have documents one
+after another, or chats; a *labelled* row has a class, a number of tokens, and one text. A run
+checks shapes and types, not the hashes.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ from adloco_jax.errors import DataError
 from adloco_jax.row_batch import RowBatch
 
 MANIFEST = "prepared.json"
-FORMAT = 6
+FORMAT = 6  # version of the layout of a folder
 
 _MAX_ARRAYS = 6  # of chats, see `array_names`
 
@@ -26,7 +28,8 @@ _MAX_ARRAYS = 6  # of chats, see `array_names`
 class ArrayFiles:
     """Names of the files of the rows to train on, or of the held-out rows.
 
-    Packed rows have `starts`, and chats also `answers`, see `DocumentRows`; labelled rows neither.
+    `tokens` has the rows. Packed rows also have `starts`, the positions at which documents begin,
+    and chats `answers`, which tokens count in the loss. Labelled rows have neither.
     """
 
     tokens: str
@@ -53,9 +56,9 @@ class RowArrays:
     """The memory-mapped arrays of the files that `ArrayFiles` names; None: there is no such file.
 
     Attributes:
-      tokens: The rows, [N, L + 1]; labelled rows as in `Corpus.rows`.
-      starts: As in `DocumentRows`.
-      answers: As in `DocumentRows`.
+      tokens: The rows: packed [N, L + 1], or labelled [N, 2 + L], class, number of tokens, tokens.
+      starts: Ascending positions in the flattened rows at which documents begin, int64.
+      answers: Which tokens count, bool [N, L + 1].
     """
 
     tokens: np.ndarray
@@ -70,6 +73,7 @@ class RowArrays:
         starts = self.starts[self.starts < self.tokens.size]
         if self.answers is None:
             return len(starts)
+        # Of chats, padding also is a document, in which no token counts.
         has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
         return int(np.count_nonzero(has_answer))
 
@@ -135,7 +139,10 @@ class Manifest(Format):
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """Describe, file by file, how `Manifest.files` has changed between two reads."""
+    """Return a line for each file of text that has changed between two reads; empty: none has.
+
+    `before` and `after` are `Manifest.files` as dicts with "name" and maybe "sha256".
+    """
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
     lines = [f"{name}: no longer there" for name in old if name not in new]
@@ -148,7 +155,7 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """The content of a folder of prepared rows."""
+    """The content of a folder of prepared rows: its description, and the arrays of both sides."""
 
     manifest: Manifest
     train: RowArrays
@@ -185,7 +192,11 @@ class DocumentRows:
         return len(self.tokens)
 
     def __getitem__(self, index: np.ndarray) -> RowBatch:
-        """Read the rows at `index`, integers [n]."""
+        """Return the rows at `index`, integers [n], as a batch of n rows.
+
+        Its `starts` [n, L + 1] are positions in the row: a document that began in an earlier row
+        starts at 0.
+        """
         length = self.tokens.shape[1]
         first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens
         num_rows = len(first_n)
@@ -211,7 +222,10 @@ class DocumentRows:
 
 
 def rows_at(rows: np.ndarray | DocumentRows, index: np.ndarray) -> np.ndarray | RowBatch:
-    """Read the rows at `index`, integers [n], as a model reads them: tokens are int32."""
+    """Return the rows at `index`, integers [n], as a model reads them.
+
+    They are int32 [n, L + 1], or a `RowBatch` of `DocumentRows`.
+    """
     if isinstance(rows, DocumentRows):
         return rows[index]
     return rows[index].astype(np.int32, copy=False)
@@ -225,7 +239,7 @@ def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder has a `prepared.json`."""
+    """Return whether a folder has a `prepared.json`; False also for what is no path."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
@@ -243,12 +257,15 @@ def read_prepared(folder: Path) -> Manifest:
 
 
 def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
-    """Memory-map the arrays of a folder; check shapes, not their content.
+    """Memory-map the arrays of a folder; check their shapes and types, not their content.
+
+    `manifest` is the folder's, from `read_prepared`.
 
     Raises:
       DataError: If an array is missing, or not as described.
     """
-    labelled, is_chat = bool(manifest.request.get("num_classes")), bool(manifest.loss)
+    labelled = bool(manifest.request.get("num_classes"))
+    is_chat = bool(manifest.loss)
     id_dtype = row_dtype(manifest.vocab_size, labelled=labelled)
     names = array_names(is_packed=not labelled, is_chat=is_chat)
     if len(names) != len(manifest.shapes):
@@ -262,6 +279,7 @@ def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
         return _open_array(folder / name, shapes[name], np.dtype(dtype))
 
     def arrays_of(files: ArrayFiles) -> RowArrays:
+        """Open the arrays of a side."""
         tokens = opened(files.tokens, id_dtype)
         starts = None if labelled else opened(files.starts, np.int64)
         answers = opened(files.answers, np.bool_) if is_chat else None

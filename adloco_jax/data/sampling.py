@@ -1,6 +1,9 @@
 """Compute the order in which workers read rows, and draw held-out rows, without storing either.
 
-By integers and single operations of float64: the same on every platform and NumPy version.
+A *trainer* is a model in training, which has several workers. Each worker reads a *stream* of rows,
+an endless sequence of numbers of rows. `stream_rows` computes any part of it from a few numbers
+(`RowOrder`), by pseudo-random permutations (`permute`), whose *keys* are hashes, uint64. Integers
+and single operations of float64 give the same result on every platform and NumPy version.
 """
 
 import dataclasses
@@ -49,7 +52,10 @@ class RowOrder:
 
 
 def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
-    """Make the `RowOrder` of a run; `where` is the "key=value" that names the rows.
+    """Make the `RowOrder` of a run.
+
+    `num_rows` is the number of rows to train on, and `where` the "key=value" that names them in
+    messages.
 
     Raises:
       DataError: If a trainer's subset has fewer rows than all workers' first batches.
@@ -75,13 +81,14 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 
 
 def with_rows(settings: Settings, num_rows: int) -> Settings:
-    """Return settings that know the number of rows from which the trainers draw together.
+    """Return settings that know how many rows all trainers together draw from.
 
-    `num_rows` are the rows to train on; 0 if they are not known, as those of a user's own corpus.
-
-    Raises ConfigError if `num_epochs` needs them, or the warm-up would outlast its updates.
+    `num_rows` is the number of rows to train on; 0 if it is not known, as of a user's own corpus.
+    Raises ConfigError if `num_epochs` needs it, or the warm-up would outlast the passes over the
+    rows.
     """
-    num_epochs, warmup_updates = settings.num_epochs, settings.inner.warmup_updates
+    num_epochs = settings.num_epochs
+    warmup_updates = settings.inner.warmup_updates
     if num_epochs and not num_rows:
         raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
     subset_size = max(1, int(settings.data.subset_frac * num_rows))
@@ -140,12 +147,13 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
     """
     has_one_key = key.size == 1
     if num_items <= _MAX_SORTED:
-        # The numbers of splitmix64 from a seed, for each key as many as there are items.
+        # Sort the items by random numbers: those of splitmix64 from a seed, [keys, num_items].
         noise = _mix(_mix(key)[:, None] + _GAMMA * np.arange(1, num_items + 1, dtype=np.uint64))
         order = np.argsort(noise, axis=1, kind="stable")
         if has_one_key:
             return order[0, index]
         return order[np.arange(len(index)), index]
+
     num_bits = (num_items - 1).bit_length()
     image = _feistel(index.astype(np.uint64), num_bits, key)
     outside = np.flatnonzero(image >= num_items)
@@ -159,20 +167,27 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 def interleave(labels: np.ndarray) -> np.ndarray:
     """Order labelled items so that every stretch has about the same mix of labels.
 
-    Takes integers [N]; returns the order as indices, int64[N]. Items of one label keep their order.
+    `labels` are integers [N]. Returns the items' indices in the new order, int64 [N]. Items of one
+    label keep their order.
     """
-    place = np.zeros(len(labels))  # items are spread evenly over (0, 1), those of each label
+    place = np.zeros(len(labels))
     for label in np.unique(labels):
         index = np.flatnonzero(labels == label)
+        # Items of one label are spread evenly over the places between 0 and 1.
         place[index] = (np.arange(len(index)) + 0.5) / len(index)
     return np.argsort(place, kind="stable")
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    """Permute range(2**num_bits) by a Feistel network; return the images of `block`, uint64."""
+    """Permute range(2**num_bits) by a Feistel network; return the images of `block`.
+
+    `block` is uint64 [n] in this range, and `key` uint64 [1] or [n], one for each entry.
+    """
     # The halves have as many bits, or differ by one. They change places after every round.
-    left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
-    left, right = block >> right_bits, block & (2**right_bits - 1)
+    left_bits = num_bits // 2
+    right_bits = num_bits - left_bits
+    left = block >> right_bits
+    right = block & (2**right_bits - 1)
     for round_number in range(_NUM_ROUNDS):
         # The round's number stands in the highest byte, above the bits of `right`.
         noise = _mix(key ^ (right | round_number << 56))
@@ -182,7 +197,10 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _hash_to_key(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash integers, in order, to a key for `permute`; with an array [n] among them, to n keys."""
+    """Return a key for `permute`, uint64 [1]: a hash of integers in their order.
+
+    If one of `parts` is an array [n], the result has n keys, one for each of its entries.
+    """
     # An array of one key, because NumPy warns if a scalar overflows, but not if an array does.
     key = np.zeros(1, np.uint64)
     for part in parts:
@@ -208,19 +226,26 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 class HeldOut:
     """Disjoint held-out rows: guard rows serve decisions only, reported rows the losses shown.
 
-    In the names of arrays, E is for rows and L for the integers of a row.
+    Attributes:
+      guard_rows: Rows by which merges are judged and the final model is chosen, [E, L + 1] as a
+        model reads them; maybe none.
+      report_rows: Rows on which the reported losses are measured, in the same form.
+      batch_size: Number of rows in a call of the evaluation program.
+      guard_E: Positions of the guard rows among all held-out rows, ascending int64 [E].
+      report_E: Positions of the reported rows.
     """
 
-    guard_rows: np.ndarray | RowBatch  # rows that only decisions use
-    report_rows: np.ndarray | RowBatch  # rows on which the reported losses are measured
-    batch_size: int  # rows per call of the evaluation program
-    guard_E: np.ndarray  # positions of the guard rows among all held-out rows
-    report_E: np.ndarray  # positions of the reported rows
+    guard_rows: np.ndarray | RowBatch
+    report_rows: np.ndarray | RowBatch
+    batch_size: int
+    guard_E: np.ndarray
+    report_E: np.ndarray
 
     def describe(self, num_classes: int | None = None) -> str:
         """Describe in one line how many rows each part has, and of each class if labelled."""
 
         def by_class(rows: np.ndarray | RowBatch) -> str:
+            """Return the words for how many rows each class has; empty without classes."""
             if num_classes is None:
                 return ""
             classes = as_row_batch(rows).tokens[:, 0]  # a labelled row begins with its class
@@ -242,17 +267,27 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draw guard rows and reported rows, each in the order of `rows`.
+    """Draw guard rows and reported rows from the held-out rows, each in the order of `rows`.
 
-    With one trainer there is nothing to choose: no row is a guard row. Classes have about the same
-    shares in both. The draw ignores the run's seed, so runs with different seeds report losses on
-    the same rows. Raises DataError without a row, or with only one for several trainers.
+    The draw ignores the run's seed, so runs with different seeds report losses on the same rows.
+
+    Args:
+      rows: All held-out rows.
+      num_sequences: Upper limit of reported rows.
+      batch_size: `HeldOut.batch_size`.
+      num_classes: Number of classes of labelled rows, which then have about the same shares in both
+        draws; else None.
+      num_trainers: With one trainer there is nothing to choose, and no row is a guard row.
+
+    Raises:
+      DataError: Without a row, or with only one for several trainers.
     """
     num_rows = len(rows)
-    if num_trainers == 1:
-        need, use = 1, "to report on"
-    else:
-        need, use = 2, "half of them to choose among trainers"
+    need = 1
+    use = "to report on"
+    if num_trainers > 1:
+        need = 2
+        use = "half of them to choose among trainers"
     if num_rows < need:
         raise DataError(
             f"corpus.heldout_rows: have {num_rows}, need {need}, {use}; hold out more, for"
@@ -263,7 +298,8 @@ def split_heldout(
         labels = np.asarray(rows)[order, 0]  # a labelled row begins with its class
         order = order[interleave(labels)]
     num_guard = min(MAX_GUARD_ROWS, num_rows // 2)
-    guard_E, report_E = order[:num_guard], order[num_guard:]
+    guard_E = order[:num_guard]
+    report_E = order[num_guard:]
     if num_trainers == 1:
         # The rows that would be guard rows come last, so that losses of one trainer and of several
         # are of the same rows.

@@ -1,8 +1,9 @@
 """Sources of text: Python's standard library, text files, JSON lines, tables, and the hub.
 
-A source yields the texts of one file, or a `Record` for each row of a table; `documents_of` takes
-the text, and a classifier's class or a chat's answers, from a record. Damaged files and missing
-columns raise DataError while reading, with the file; a source may yield the DataError of a row.
+A source (`DataSource`) reads one file. It yields *rows*: texts, or a `Record` for each row of a
+table; for a row that is bad it may yield a DataError instead. `documents_of` makes a `Document`
+from a row: its text, and a classifier's class or a chat's answers. Damaged files and missing
+columns raise DataError while reading, with the file. `data` is the config's group of this name.
 """
 
 import codecs
@@ -41,13 +42,17 @@ MAX_LINE_BYTES = 2**24
 _USUAL_TEXT_COLUMNS = ("content", "body", "document", "article", "sentence")
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 # The bytes with which files of these formats begin.
-_ARROW_FILE, _GZIP = b"ARROW1", b"\x1f\x8b"
+_ARROW_FILE = b"ARROW1"
+_GZIP = b"\x1f\x8b"
 
 
 class Record(NamedTuple):
-    """A row of a table: a value for each name of a column. `where` names the row in messages.
+    """A row of a table.
 
-    `unread` are names of columns of which the source has not read the values.
+    Attributes:
+      where: Names the row in messages: the file, and the row or line.
+      columns: The values by name of the column.
+      unread: Names of columns that the row has, but whose values the source has not read.
     """
 
     where: str
@@ -56,12 +61,17 @@ class Record(NamedTuple):
 
 
 Row: TypeAlias = str | Record | DataError
+"""What a source yields: a whole text, a row of a table, or the error of a bad row."""
 
 
 class Document(NamedTuple):
-    """A text, its class (0 if texts are not labelled), and the answers of a chat.
+    """A text to be tokenised.
 
-    A bad row that `data.skip_bad` lets pass has no text, and its error as `fault`.
+    Attributes:
+      text: The text; empty for a bad row.
+      label: The class; 0 if texts are not labelled.
+      answers: The answers of a chat; of other text only the names of unread columns.
+      fault: The message of a bad row that `data.skip_bad` lets pass; else empty.
     """
 
     text: str
@@ -76,7 +86,8 @@ class Part(NamedTuple):
     Attributes:
       name: Name of the part, in records of files and in messages.
       file: The file; None for a data set on the hub, and for a source without files.
-      read: `read(path)` yields the texts or records of the local file; None if there is none.
+      read: `read(path)` yields the rows of the part. `path` is a copy of `file` on this machine, or
+        None if `file` is None.
     """
 
     name: str
@@ -111,17 +122,21 @@ class DataSource:
 
 
 def documents_of(
-    found: Iterable[Row],
+    rows: Iterable[Row],
     data: DataSettings,
     *,
     where: str,
     num_classes: int | None,
     tokenizer: Tokenizer,
 ) -> Iterator[Document]:
-    """Convert the texts and records of a source to documents; skip records with empty text.
+    """Yield a document for each row of a source, except records with empty text.
 
-    `where` is the "key=value" that names the source. Classes are in [0, num_classes). Chats are
-    rendered by the template of `tokenizer`.
+    Args:
+      rows: Texts and records of one file.
+      data: The config's group `data`.
+      where: The "key=value" that names the source, for messages.
+      num_classes: Classes of labelled texts are 0 to `num_classes` - 1. None: texts have none.
+      tokenizer: Its template renders chats.
 
     Raises:
       DataError: While reading, without `data.skip_bad`, if a row's text is not a string, its class
@@ -131,7 +146,7 @@ def documents_of(
     tokenizer = tokenizer.on(data.date)
     number = 0
     try:
-        for number, row in enumerate(found, 1):
+        for number, row in enumerate(rows, 1):
             is_text = not isinstance(row, Record | DataError)
             if is_text:
                 row = Record(f"{where}: document {number}", {data.text_column: row})
@@ -150,7 +165,7 @@ def documents_of(
 def _document(
     row: Record | DataError, data: DataSettings, num_classes: int | None, tokenizer: Tokenizer
 ) -> Document:
-    """Make the document of a row; `documents_of` catches the DataError of a bad one."""
+    """Make the document of a row; raise DataError if the row is bad, or is an error itself."""
     if isinstance(row, DataError):
         raise row
     used = _used_columns(data)
@@ -183,9 +198,10 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
-    """Raise DataError if a table lacks a column, or has it twice.
+    """Raise DataError if a table lacks a wanted column, or has it twice.
 
-    `wanted` maps the name of each column to the config's key that names it, as `_used_columns`.
+    `columns` are the names of the table's columns. `wanted` maps the name of each wanted column to
+    the key of the group `data` that names it, and `where` is the table or row, for messages.
     """
     columns = list(columns)
     missing = wanted.keys() - columns
@@ -210,9 +226,9 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
 
 
 def first_columns(source: DataSource, file: File, data: DataSettings) -> list[str]:
-    """Return the names of the columns of a file's first row; none if it has only texts.
+    """Return the names of the columns in the first row of a file that can be read.
 
-    A row that cannot be read is passed over.
+    Empty if the file has texts without columns, or no such row.
     """
     # No column is asked for, so all that the row does not have are named as unread.
     data = data.model_copy(update={"text_column": "", "label_column": ""})
@@ -234,7 +250,7 @@ def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     machine are left out.
     """
     for file in stdlib_files():
-        if file.name == "topics.py":  # in the package pydoc_data; the file has one dict of texts
+        if file.name == "topics.py":  # of the package pydoc_data: one dict, from topic to text
             from pydoc_data.topics import topics
 
             yield from (topics[name] for name in sorted(topics))
@@ -243,7 +259,7 @@ def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
 
 
 def stdlib_files() -> list[Path]:
-    """List the files that `stdlib_documents` reads."""
+    """List the files of Python's standard library that `stdlib_documents` reads, sorted by path."""
     files = []
     for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # `os.walk` enters the folders that stay in the list. Packages are identifiers, and folders
@@ -350,7 +366,11 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def _arrow_records(batches: Iterable[Any], file: Path, unread: Sequence[str]) -> Iterator[Record]:
-    """Yield a record for each row of pyarrow's batches; `unread` are the columns left out."""
+    """Yield a record for each row of pyarrow's record batches of a table.
+
+    The batches have the columns to read, and `unread` names the table's others. `file` is the
+    table, for messages.
+    """
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, row in enumerate(rows, 1):
         columns = {name: _without_none(value) for name, value in row.items()}
@@ -358,7 +378,10 @@ def _arrow_records(batches: Iterable[Any], file: Path, unread: Sequence[str]) ->
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out fields without a value; in a table all objects of a column have the same fields."""
+    """Return a value without the fields that are None in its dicts, at any depth.
+
+    In a table all dicts of a column have the same fields, of which some are None.
+    """
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -368,9 +391,10 @@ def _without_none(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _faults(file: Path, *more_errors: type[Exception]) -> Iterator[None]:
-    """Call a file damaged (DataError) if the block cannot read it, unless too many are open.
+    """Turn an error of the `with` block, which reads a file, into a DataError: the file is damaged.
 
-    `more_errors` are classes of errors that the file's reader raises for a damaged file.
+    If too many files are open it is a ResourceError. `more_errors` are classes of errors that the
+    file's reader raises for a damaged file, besides those of Python's library.
     """
     try:
         yield
@@ -382,7 +406,7 @@ def _faults(file: Path, *more_errors: type[Exception]) -> Iterator[None]:
 
 
 def _used_columns(data: DataSettings) -> dict[str, str]:
-    """Return the columns that a table must have, each with the config's key that names it."""
+    """Return the columns that a table must have, each with the key of `data` that names it."""
     # The name of a column of chats may join two columns by a plus: prompt+completion.
     texts = data.text_column.split("+") if data.is_chat else [data.text_column]
     used = dict.fromkeys(texts, "text_column")
@@ -390,10 +414,13 @@ def _used_columns(data: DataSettings) -> dict[str, str]:
     return {column: key for column, key in used.items() if column}
 
 
-def _columns_to_read(names: Sequence[str], data: DataSettings, where: str) -> tuple[list, list]:
-    """Divide the columns of a table, `names`, into those to read and the others.
+def _columns_to_read(
+    names: Sequence[str], data: DataSettings, where: str
+) -> tuple[list[str], list[str]]:
+    """Return the names of a table's columns that are to be read, and those of the others.
 
-    Raises DataError if one that the config names is missing.
+    `names` are the table's columns. Raises DataError, which names the table `where`, if a column
+    that the config names is missing.
     """
     used = _used_columns(data)
     require_columns(names, used, where)
@@ -437,24 +464,31 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
 
 
 def _nearest_end(pattern: str, text: str, target: float) -> int:
-    """Return the end of the match nearest to a position, before the text's end; 0: no match."""
+    """Return the end of the match whose end is nearest to the position `target`.
+
+    Matches that end with the text are passed over; 0 without a match.
+    """
     ends = (match.end() for match in re.finditer(pattern, text) if match.end() < len(text))
     return min(ends, key=lambda end: abs(end - target), default=0)
 
 
 @contextlib.contextmanager
 def _opened(file: File) -> Iterator[Any]:
-    """Open a file; decompress what begins like gzip, whatever its name.
+    """Open a file to read bytes, decompressed if its content begins like gzip, whatever its name.
 
     A server may compress or decompress a file on the way.
     """
-    with file.open() if isinstance(file, RemoteFile) else open(file, "rb") as content:
+    opened = file.open() if isinstance(file, RemoteFile) else open(file, "rb")
+    with opened as content:
         is_gzip = content.peek(len(_GZIP)).startswith(_GZIP)
         yield gzip.open(content) if is_gzip else content
 
 
 def _json_row(line: bytes, where: str) -> Record | DataError:
-    """Make the record of a line of JSON; return what is wrong with a line that has none."""
+    """Return the record of a line of JSON, or a DataError that names `where` and what is wrong.
+
+    Raises DataError if the line is longer than `MAX_LINE_BYTES`.
+    """
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
@@ -469,7 +503,11 @@ def _json_row(line: bytes, where: str) -> Record | DataError:
 
 
 def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> Any:
-    """Open a split of a data set on the hub; its errors are those of `hub_parts`."""
+    """Return a split of a data set on the hub, an `IterableDataset` of the library `datasets`.
+
+    `where` is the "key=value" that names the data set. Errors are those of `hub_parts`, except that
+    columns are not checked.
+    """
     import datasets  # imported only here, because the import is slow and few runs need it
 
     datasets.disable_progress_bars()
@@ -487,7 +525,10 @@ def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> 
 
 
 def hub_columns(data: DataSettings, *, where: str) -> list[str]:
-    """Return the columns of a data set on the hub; its errors are those of `hub_parts`."""
+    """Return the names of the columns of `data.split` of a data set on the hub.
+
+    `where` is the "key=value" that names the data set. Errors are those of `hub_parts`.
+    """
     dataset = _hub_dataset(data, data.split, data.revision, where=where)
     with hub.faults(where):
         return [*(dataset.features or next(iter(dataset), {}))]
@@ -495,6 +536,8 @@ def hub_columns(data: DataSettings, *, where: str) -> list[str]:
 
 def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
     """List the files of a split of a data set on the hub; a file is downloaded while it is read.
+
+    `commit` is the data set's, and `where` the "key=value" that names the data set.
 
     Raises:
       ConfigError: If the data set has no such configuration or split.
@@ -506,7 +549,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     unread: list[str] = []
     with hub.faults(where):
         if dataset.features is not None:
-            columns, unread = _columns_to_read([*dataset.features], data, where)
+            columns, unread = _columns_to_read(list(dataset.features), data, where)
             dataset = dataset.select_columns(columns)
     num_files = dataset.num_shards
 
@@ -518,10 +561,11 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
                 yield Record(f"{where}, file {index}: row {number}", columns, unread)
 
     stem = "/".join(part for part in (data.path, data.name, split) if part)
-    return [
-        Part(f"{stem}/{index:05d}-of-{num_files:05d}", None, functools.partial(records, index))
-        for index in range(num_files)
-    ]
+    parts = []
+    for index in range(num_files):
+        name = f"{stem}/{index:05d}-of-{num_files:05d}"
+        parts.append(Part(name, file=None, read=functools.partial(records, index)))
+    return parts
 
 
 _DOCUMENTS_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError]]] = {
