@@ -47,6 +47,7 @@ class _Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> Array:
+        """Return the output [B, L, D]."""
         B, L, D = x_BLD.shape
         H, K = self.num_heads, D // self.num_heads
 
@@ -74,6 +75,7 @@ class _MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
+        """Return the output [B, L, D]."""
         up_BLF = Linear(self.width, self.dtype, use_bias=True, name="up")(x_BLD, tap_B)
         # The gelu is computed in float32, as in PyTorch.
         y_BLF = jax.nn.gelu(up_BLF.astype(jnp.float32), approximate=False).astype(up_BLF.dtype)
@@ -90,6 +92,7 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> tuple[Array, None]:
+        """Return the new activations [B, L, D], and None; `real_BL` is false at padding."""
         attention = _Attention(self.num_heads, self.dtype, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = LayerNorm(self.norm_eps, self.dtype, name="attention_norm")
@@ -225,9 +228,10 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 
 
 def classification_loss(model: Bert) -> Callable[..., Array]:
-    """Make the training loss: the mean of `classification_losses`, a float32 scalar.
+    """Make the training loss: the mean of `classification_losses`.
 
-    Every example has the same weight, whatever its number of tokens.
+    Returns `loss_fn(params, rows, tap_B=None)`, a float32 scalar. Every example has the same
+    weight, whatever its number of tokens.
     """
     losses_fn = classification_losses(model)
 

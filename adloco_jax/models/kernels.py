@@ -209,10 +209,12 @@ def _attend_in_documents(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL:
 
 
 def _attend_in_documents_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    """Return the attention output, and all inputs as residuals for the backward pass."""
     return _fused_batch(*inputs), inputs
 
 
 def _attend_in_documents_backward(inputs: tuple[Array, ...], dy_BLHK: Array) -> tuple:
+    """Return the cotangents of queries, keys and values, and None for the integer starts."""
     return *_fused_batch_grads(*inputs, dy_BLHK), None
 
 
@@ -292,6 +294,7 @@ def multiply_float32(
 
 @multiply_float32.defjvp
 def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Return the product and its tangent."""
     x, y = primals
     dx, dy = tangents
     change = jnp.einsum(subscripts, dx, y) + jnp.einsum(subscripts, x, dy)
@@ -315,7 +318,10 @@ def _look_up(logits_BLV: Array, ids_BL: Array) -> Array:
 
 @pick.defjvp
 def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Return the picked logits and their tangent: the same pick of the logits' tangent."""
+
     def sum_up(dlogits_BLV: Array, ids_BL: Array) -> Array:
+        """Compute `pick` by a masked sum, for accelerators."""
         is_picked_BLV = jax.nn.one_hot(ids_BL, dlogits_BLV.shape[-1], dtype=bool)
         return jnp.sum(jnp.where(is_picked_BLV, dlogits_BLV, 0), axis=-1)
 
@@ -336,6 +342,7 @@ def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
 
 @swiglu.defjvp
 def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Return the product and its tangent."""
     gate, up = primals
     dgate, dup = tangents
     sigmoid = jax.nn.sigmoid(gate)

@@ -260,6 +260,7 @@ def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
 
 
 def _with_rows_backward(residuals, dy_BLV):
+    """Return the cotangents of the four arguments of `_with_rows`; ids have None."""
     x_BLD, tokens_BL = residuals
     # The gradient of the row of the token at position m is a sum over all positions l of the
     # token's logit's cotangent at l, times the vector at l. M and L are both the positions.
@@ -319,16 +320,19 @@ def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) 
 
 
 def _scale(x_BLD: Array, gain_D: Array) -> Array:
+    """Compute `apply_gain`."""
     return x_BLD * gain_D[None, None, :]
 
 
 def _shift(x_BLD: Array, bias: Array) -> Array:
+    """Compute `add_bias`."""
     # In float32, because the gradient of the bias is a sum over all positions.
     bias_BLD = lax.expand_dims(bias, range(x_BLD.ndim - bias.ndim))
     return (x_BLD.astype(jnp.float32) + bias_BLD).astype(x_BLD.dtype)
 
 
 def _take(tokens_BL: Array, table_VD: Array) -> Array:
+    """Compute `look_up`."""
     return jnp.take(table_VD, tokens_BL, axis=0, mode="fill")
 
 

@@ -191,6 +191,7 @@ class _Attention(nn.Module):
     def __call__(
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, seen: Array | None
     ) -> tuple[Array, PyTree]:
+        """Return the output [B, L, D], and None or the new keys and values (see the class)."""
         B, L, D = x_BLD.shape
         sizes = self.sizes
         K = sizes.head_size
@@ -247,6 +248,7 @@ class _MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
+        """Return the output [B, L, D]."""
         width = self.sizes.mlp_width
         linear = functools.partial(self.sizes.linear("mlp"), use_bias=self.sizes.mlp_bias)
         gate_BLF = kept(linear(width, name="gate")(x_BLD, tap_B))
@@ -274,6 +276,7 @@ class _Block(nn.Module):
         seen: Array | None,
         kind: Array | None = None,
     ) -> tuple[Array, PyTree]:
+        """Return the new activations, and the second result of `_Attention` (see the class)."""
         if kind is not None:
             stacks = (cos_LK, sin_LK, tap_B, seen)
             cos_LK, sin_LK, tap_B, seen = jax.tree.map(lambda stack: stack[kind], stacks)
@@ -653,6 +656,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def losses_fn(
         params: PyTree, rows: Array | RowBatch, tap_B: Tap = None, base: PyTree | None = None
     ) -> Array:
+        """Return the loss of each sequence, float32 [B]."""
         variables = _variables(params, base)
         rows = as_row_batch(rows)
         tokens = rows.tokens
@@ -674,7 +678,11 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
 
 def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """Make the training loss: the mean over sequences of `sequence_losses`, a float32 scalar."""
+    """Make the training loss: the mean over sequences of `sequence_losses`.
+
+    Returns `loss_fn(params, rows, tap_B=None, base=None)`, a float32 scalar. Arguments and errors
+    are those of the function that `sequence_losses` returns.
+    """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
     def loss_fn(
