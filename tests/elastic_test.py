@@ -192,7 +192,7 @@ with cluster.connected("", 1, None, lambda: True):
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 print(ray.get(ray.put(3)))
 try:
-    cluster.check_possible()
+    cluster.check_possible(None, None)
 except ConfigError as error:
     print(error)
 """

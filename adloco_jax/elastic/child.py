@@ -22,7 +22,7 @@ _COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]
 _SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
 _PAUSE_S = 5.0  # before another is started
 _LAST_S = 10.0  # for a child to see that the run is over
-_MARK = "  here | "
+_MARK = "  here | "  # before each line that the child prints
 
 
 @contextlib.contextmanager
@@ -36,9 +36,16 @@ def own_learner(
 ) -> Iterator[None]:
     """Keep a learner on this computer, if the settings say so, as long as the `with` block runs.
 
-    It joins the run at an address with its `key`, or with a bucket's `secret`; its lines are
-    printed with a mark. If it fails soon after its start, this process ends with ResourceError's
-    code; if later, another is started.
+    The learner joins the run like one of another computer, and its lines are printed with a mark.
+    If it fails soon after its start, this process ends with ResourceError's code; if later, another
+    is started. At the end of the block it has some seconds to see that the run is over.
+
+    Args:
+      given: That from which learners are made; not by `fit`, as a child has not the caller's model.
+      address: The run's: a bucket's, or a ticket.
+      is_over: Returns whether the run is over. If not, the child ends at once.
+      key: The child's secret key, for a ticket.
+      secret: The run's `ADLOCO_KEY`, for a bucket.
     """
     if given.by_fit or not given.settings.engine.starts_learner:
         yield
@@ -46,9 +53,10 @@ def own_learner(
     configs = [str(path) for path in executed]
     start = json.dumps({"address": address, "key": key.hex(), "secret": secret, "configs": configs})
     child = _start(start)
-    ended = threading.Event()
+    ended = threading.Event()  # set at the end of the block
 
     def keep() -> None:
+        """Print the child's lines, and start another when it has failed."""
         nonlocal child
         while True:
             start_s = time.monotonic()
@@ -82,6 +90,10 @@ def own_learner(
 
 
 def _start(first_line: str) -> "subprocess.Popen[str]":
+    """Start the child's process, and write the first line of its standard input, which stays open.
+
+    The line is JSON: what `own_learner` was called with, and the config files.
+    """
     process = subprocess.Popen(
         _COMMAND,
         stdin=subprocess.PIPE,

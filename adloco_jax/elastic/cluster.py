@@ -1,6 +1,7 @@
 """The connection between the driver and its learners, actors of a Ray cluster; only this uses Ray.
 
-Its processes exchange pickled data, with which a sender could run any code, so those without the
+An actor is an object in a process of the cluster, whose methods other processes call. Ray's
+processes exchange pickled data, with which a sender could run any code, so those without the
 cluster's token are refused.
 """
 
@@ -15,7 +16,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from adloco_jax.data.sources import DATA_SOURCES
@@ -23,6 +25,7 @@ from adloco_jax.elastic.learner import Learner, LearnerSetup, Reply
 from adloco_jax.elastic.messages import Refused, array_bytes, said
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.settings import Settings
 
 # Of the cluster that a run starts. Ray reads them once, when it is imported, so they stay.
 _ENVIRONMENT = {
@@ -39,24 +42,29 @@ class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
     def __init__(self, number: int, incarnation: int, setup: LearnerSetup):
-        """Begin an incarnation of the learner. SIGTERM asks it to leave."""
+        """Take the place `number` as the learner of this incarnation. SIGTERM asks it to leave."""
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        model, data = setup.settings.model, setup.settings.data
-        ARCHITECTURES[model.arch], DATA_SOURCES[data.source] = setup.entries
+        # The driver's entries, which a user may have added there.
+        architecture, data_source = setup.entries
+        ARCHITECTURES[setup.settings.model.arch] = architecture
+        DATA_SOURCES[setup.settings.data.source] = data_source
         super().__init__(setup)
         self.enlist(number, incarnation, setup.log)
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent has ended."""
+    """End this process once the process with the id `parent` has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def check_possible(*_: object) -> None:
-    """Raise ConfigError if Ray is missing, or in use here; a bucket has more conditions."""
+def check_possible(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError if Ray is missing, or this process uses it already.
+
+    The settings and the run's folder do not matter.
+    """
     check_installed("ray", "ray", "engine.kind = ray")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         raise ConfigError(
@@ -68,11 +76,17 @@ def check_possible(*_: object) -> None:
 def connected(
     address: str, num_learners: int, setup: LearnerSetup | None, is_over: Callable[[], bool]
 ) -> Iterator["RayTransport"]:
-    """Connect to the Ray cluster at an address (HOST:PORT), or start one on this machine.
+    """Connect to the Ray cluster at an address, or start one on this machine.
 
     A started cluster has a token, no dashboard and no usage reports, keeps its files in a temporary
     folder, and ends with the driver. Raises ConfigError if none is there or it refuses the token,
     ResourceError if none can be started.
+
+    Args:
+      address: HOST:PORT of the cluster; empty: one is started.
+      num_learners: Number of learners that the run has at most.
+      setup: That from which each learner is made.
+      is_over: Not used: learners end with the `with` block, whether the run is over or not.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     at_sigterm = signal.getsignal(signal.SIGTERM)
@@ -96,7 +110,7 @@ def connected(
 
 
 def _connect(address: str) -> None:
-    """Connect to a cluster that is there."""
+    """Connect to the cluster at HOST:PORT; raise ConfigError if that fails."""
     import ray
 
     try:
@@ -111,7 +125,11 @@ def _connect(address: str) -> None:
 
 
 def _start(num_learners: int, folder: str) -> None:
-    """Start a cluster whose files are in a folder; learners import from the driver's folders."""
+    """Start a cluster whose files are in a folder; learners import from the driver's folders.
+
+    Ray's processes inherit the environment, which is changed for the start. Raises ConfigError if
+    Ray was imported with another environment, ResourceError if no cluster can be started.
+    """
     if "ray" in sys.modules and not _ENVIRONMENT.items() <= os.environ.items():
         needed = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
         raise ConfigError(
@@ -122,9 +140,10 @@ def _start(num_learners: int, folder: str) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
-    own = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ.update(own)
+    import_folders = [path for path in sys.path if path]  # empty: the present one
+    for_start = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(import_folders)}
+    before = {name: os.environ[name] for name in for_start if name in os.environ}
+    os.environ.update(for_start)
     try:
         with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -133,13 +152,16 @@ def _start(num_learners: int, folder: str) -> None:
         cause = reason(error, 200)
         raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
     finally:
-        for name in own:
+        for name in for_start:
             del os.environ[name]
         os.environ.update(before)
 
 
 def _reply(call: Any) -> Reply:
-    """Return the result of a call that has ended, or in words why there is none."""
+    """Return the result of a call that has ended, or in words why there is none.
+
+    `call` is Ray's reference to the result. A request that the learner refused does not end it.
+    """
     import ray
 
     try:
@@ -163,16 +185,18 @@ class RayTransport:
     launches = moves_states = True
 
     def __init__(self, num_learners: int, setup: LearnerSetup | None):
+        """Store what learners are made of in the cluster, to which this process is connected."""
         import ray
 
         self._ray = ray
         self._num_learners = num_learners
         self._setup, _ = self.put(setup, None)
 
-    def put(self, params: Any, kind: Any) -> tuple[Any, int]:
+    def put(self, params: Any, kind: Hashable) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.
 
-        Raises ConfigError if it cannot be pickled.
+        `kind` is not used: Ray deletes a value when its reference is gone. Raises ConfigError if
+        the value cannot be pickled.
         """
         try:
             return self._ray.put(params), array_bytes(params)
@@ -183,18 +207,24 @@ class RayTransport:
             ) from None
 
     def start(self, number: int, incarnation: int) -> Any:
-        """Ask for a process on any node with a free CPU (and GPUs, if any); return its handle."""
+        """Ask for a process on any node with a free CPU (and GPUs, if any); return its actor.
+
+        The cluster's GPUs are divided among the learners, at least one for each.
+        """
         gpus = self._ray.cluster_resources().get("GPU", 0)
+        num_gpus = max(int(gpus // self._num_learners), 1) if gpus else 0
         options: dict[str, Any] = {
             "num_cpus": 1,
-            "num_gpus": max(int(gpus // self._num_learners), 1) if gpus else 0,
+            "num_gpus": num_gpus,
             "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost
             "max_task_retries": 0,
-            "concurrency_groups": {"aside": 2},
+            "concurrency_groups": {"aside": 2},  # calls beside the others: "ping" and "states"
             "scheduling_strategy": "SPREAD",
         }
-        return self._ray.remote(**options)(RayLearner).remote(number, incarnation, self._setup)
+        actor_class = self._ray.remote(**options)(RayLearner)
+        return actor_class.remote(number, incarnation, self._setup)
 
+    # `**arguments` are those of the method, which Ray forwards.
     def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
         """Call a method of a learner without waiting; return a reference for `poll`, and bytes."""
         function = getattr(handle, method)
@@ -203,11 +233,15 @@ class RayTransport:
         return function.remote(**arguments), array_bytes(arguments)
 
     def poll(self, calls: Sequence[Any], timeout_s: float) -> dict[Any, Reply]:
-        """Wait until a call has ended or the time is over; ResourceError if the cluster is gone."""
+        """Return the replies to calls that have ended; wait until one has, or the time is over.
+
+        Raises ResourceError if the cluster is gone.
+        """
         if not calls:
             time.sleep(timeout_s)
             return {}
         try:
+            # All that have ended; without one, the first that ends.
             ended, _ = self._ray.wait([*calls], num_returns=len(calls), timeout=0)
             if not ended:
                 ended, _ = self._ray.wait([*calls], num_returns=1, timeout=timeout_s)

@@ -2,6 +2,10 @@
 
 It keeps a worker's inner state before and after a round: if the round does not count, the driver
 asks for the same rows again.
+
+`M` is the axis of trainers and `R` that of workers, both of length one here. `S` is the axis of
+updates, `T` that of micro-batches, `B` that of sequences and `L` that of their tokens. An inner
+state without a letter is that of one worker, in NumPy and without axis R.
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ from adloco_jax.core.types import Ensemble, GradientStats, Workers, trainable
 from adloco_jax.data import load_corpus
 from adloco_jax.elastic.decisions import num_parts
 from adloco_jax.elastic.messages import (
+    USES,
     Hello,
     Refused,
     Request,
@@ -74,7 +79,7 @@ class LearnerSetup(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays of a request, in NumPy."""
 
-    rate_T: np.ndarray  # learning rate of each micro-batch
+    rate_T: np.ndarray  # learning rate of each of the driver's micro-batches
     inner_states: dict[int, PyTree]  # by worker id, where the learner does not have it
 
 
@@ -87,7 +92,7 @@ class Response(NamedTuple):
     differences: Differences  # trainer's parameters minus the worker's; leaves [1, ...]
     loss_SR: np.ndarray  # loss of each update, [S, 1]; NaN for a skipped update
     skipped_SR: np.ndarray  # bool [S, 1]: whether the update was skipped
-    stats_R: Any  # GradientStats of this worker; None if nothing was measured
+    stats_R: GradientStats | None  # of this worker; None if nothing was measured
     seconds: np.ndarray  # [], of the round, without compilation
     # [3], since the learner's last round: uploading, waiting, downloading; zero in a later response
     # to the same request.
@@ -116,16 +121,18 @@ class Learner:
     """Runs workers one after another, each on all devices of this process."""
 
     def __init__(self, setup: LearnerSetup):
-        """Load the rows and prepare the programs.
+        """Load the rows and prepare the programs; `enlist` must be called before a round.
 
         Raises UserError if the corpus cannot be read, or `ensemble.model_shards` does not fit the
         devices.
         """
         use_compilation_cache()
-        settings, machine = setup.settings, here()
+        settings = setup.settings
+        machine = here()
         self.corpus = setup.corpus or load_corpus(
             settings, num_classes=class_count(settings.model), commit=setup.commit
         )
+
         steps = settings.inner.steps_per_round
         spec = dataclasses.replace(
             setup.spec,
@@ -145,6 +152,7 @@ class Learner:
             given=settings.ensemble.model_shards,
             memory_frac=settings.batching.memory_frac,
         )
+
         base = setup.base
         if model is not None and settings.adapter.rank and base.params is None:
             model, _ = with_weights(model, settings.model, machine, seed=settings.seed)
@@ -152,33 +160,39 @@ class Learner:
         self.base = base.fingerprint
         self.programs = Programs(self.spec, say_compiling)
         self.programs.hold(base.params)
+
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
-        self._params: dict[int, PyTree] = {}  # the last ones [1, ...], by trainer's id
+        self._params: dict[int, PyTree] = {}  # of the last round, with axis M, by trainer's id
         self._budget = machine.budget(settings.batching.memory_frac)
         self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
-        self._needed: dict[ProgramKey, int] = {}  # bytes of a device
-        self.leaving = False
+        self._needed: dict[ProgramKey, int] = {}  # bytes of a device, by program
+        self.leaving = False  # whether it was asked to leave the run
 
     def enlist(self, number: int, incarnation: int, log: str | Path) -> None:
-        """Begin an incarnation, without inner states; log to the folder `log` if it exists."""
+        """Take a place in a run, without parameters and inner states.
+
+        `number` is the place's, and `incarnation` how many learners had it before. Rounds are
+        logged to a file in the folder `log`, if that exists.
+        """
         self.held.clear()
         self._params.clear()
         self._wait()
         self._log = Path(log) / f"{number}-{incarnation}.jsonl"
-        self._note(pid=os.getpid(), learner=number, incarnation=incarnation)
+        self._note({"pid": os.getpid(), "learner": number, "incarnation": incarnation})
 
     def _wait(self) -> None:
         """Begin to measure what the learner does until its next round."""
         self._free_s = time.monotonic()  # when the last round ended
-        self.uploading_s = 0.0  # since then, if known
+        # Seconds since then. A learner that joins by itself sets them, as it knows its transfers.
+        self.uploading_s = 0.0
         self.downloading_s = 0.0
 
     def leave(self, *_: object) -> None:
-        """Ask the learner to leave the run, for instance at a signal."""
+        """Ask the learner to leave the run; also a handler of signals, with their arguments."""
         self.leaving = True
 
     def hello(self) -> Hello:
-        """Describe data, versions and devices; the driver compares the first two."""
+        """Describe data, versions, base weights and devices, for the driver to compare."""
         return Hello(
             fingerprint=self.corpus.fingerprint,
             versions=versions(),
@@ -187,7 +201,7 @@ class Learner:
         )
 
     def ping(self) -> Sign:
-        """Answer a ping."""
+        """Answer a ping: say what the learner has, and how it is."""
         return Sign(
             leaving=self.leaving,
             compiling=self.programs.compiling,
@@ -196,44 +210,78 @@ class Learner:
         )
 
     def states(self, wanted: list[StateKey]) -> list[PyTree]:
-        """Return inner states that are here."""
+        """Return the inner states with these keys, in their order.
+
+        Raises Refused if one of them is not here.
+        """
         return [self._held(key) for key in wanted]
 
     def _held(self, key: StateKey) -> PyTree:
+        """Return a worker's inner state; raise Refused if it is not here."""
         if key not in self.held:
-            raise Refused(f"no inner state of worker {key[1]} at {key[2]}")
+            _, worker_id, position = key
+            raise Refused(f"no inner state of worker {worker_id} at {position}")
         return self.held[key]
 
-    def run_round(self, request: Request, inputs: Inputs, params: PyTree) -> list[Response]:
-        """Run a trainer's round; return one response for each worker of the request.
+    def run_round(self, request: Request, inputs: Inputs, params: PyTree | None) -> list[Response]:
+        """Run a trainer's round for the workers of a request.
 
-        `params` (NumPy, see `sent_form`): the trainer's, or what changes those of the last round;
-        None if nothing does. Raises Refused if parameters or states are not the right ones.
+        Args:
+          request: What to run.
+          inputs: Learning rates, and the inner states that this learner lacks.
+          params: The trainer's parameters, in NumPy and without axis M. If `request.is_update`, the
+            packed outer update instead, with axis M, that changes those of the learner's last round
+            of this trainer. None if the learner has the parameters.
+
+        Returns:
+          One response for each worker of the request, in their order.
+
+        Raises:
+          Refused: If parameters or inner states are not those that the request needs.
         """
-        uploading_s, downloading_s = self.uploading_s, self.downloading_s
+        uploading_s = self.uploading_s
+        downloading_s = self.downloading_s
         since_s = time.monotonic() - self._free_s
         waiting_s = max(since_s - uploading_s - downloading_s, 0.0)
-        m = request.trainer
-        params_M = self._params.pop(m, None)
+
+        params_M = self._present_params(request, params)
+        responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
+        if request.is_taken(self.spec):  # the trainer takes the worker's parameters
+            step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
+            params_M = fetch(_add_packed(params_M, step_M, "float32"))
+        self._params[request.trainer] = params_M
+
+        self._wait()
+        # The first response says what the learner did since its last round; once is enough.
+        between_s = np.array([uploading_s, waiting_s, downloading_s])
+        responses[0] = responses[0]._replace(between_s=between_s)
+        return responses
+
+    def _present_params(self, request: Request, params: PyTree | None) -> PyTree:
+        """Return a trainer's parameters with axis M, from what the learner has and was sent.
+
+        Those of the last round are forgotten. Raises Refused if the result has not the hash that
+        the request names. For the arguments see `run_round`.
+        """
+        params_M = self._params.pop(request.trainer, None)
         if params is not None and not request.is_update:
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
         elif params is not None and params_M is not None:
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
         if params_M is None or tree_sha256(params_M) != request.params_sha256:
-            raise Refused(f"request: other parameters of trainer {m} than this learner has")
-        responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
-        if request.is_taken(self.spec):  # the trainer takes the worker's parameters
-            step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
-            params_M = fetch(_add_packed(params_M, step_M, "float32"))
-        self._params[m] = params_M
-        self._wait()
-        between_s = np.array([uploading_s, waiting_s, downloading_s])
-        return [responses[0]._replace(between_s=between_s), *responses[1:]]
+            raise Refused(
+                f"request: other parameters of trainer {request.trainer} than this learner has"
+            )
+        return params_M
 
     def _run_worker(
         self, request: Request, work: WorkerRequest, inputs: Inputs, params_M: PyTree
     ) -> Response:
-        """Run a worker's round, in halves of its micro-batches once memory has not sufficed."""
+        """Run a worker's round, in smaller micro-batches if memory does not suffice.
+
+        `params_M` are the trainer's parameters. An update has as many sequences as the driver wants
+        all the same: gradients of more micro-batches are accumulated.
+        """
         wanted = request.micro_batch_size
         while True:
             # The largest one that memory may allow and that divides the driver's.
@@ -267,23 +315,33 @@ class Learner:
         inputs: Inputs,
         params_M: PyTree,
     ) -> Response:
-        """Run a worker's round in the group's micro-batches; measure statistics first."""
-        spec, plan = self.spec, group.plan
+        """Run a worker's round in the group's micro-batches, and keep its inner state.
+
+        `group` has this worker alone, and a plan whose micro-batches may be parts of the driver's.
+        Gradient statistics are measured at `params_M`, with which the round begins.
+        """
+        spec = self.spec
+        plan = group.plan
         key: StateKey = (request.trainer, work.worker_id, work.start)
         self._keep_state(key, inputs)
-        start_s, stalled_s = time.perf_counter(), self.programs.stall_s
+        start_s = time.perf_counter()
+        stalled_s = self.programs.stall_s
+
+        # Gradient statistics on the first rows.
         rows_B = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
             test = padded_stats_rows(group, [rows_B], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
+
+        # The worker's updates, each in `parts` of the driver's micro-batches.
         alone = _alone(params_M)
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
             alone = alone.replace(inner_state_R=before_R)
         shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
-        parts = request.micro_batch_size // plan.micro_batch_size  # of the driver's micro-batch
+        parts = request.micro_batch_size // plan.micro_batch_size
         calls = calls_of(
             group,
             rows_T1B,
@@ -292,6 +350,8 @@ class Learner:
             spec,
         )
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
+
+        # The difference to send, and the inner state with which the next round begins.
         ended = workers.replace(inner_state_R=None)
         sent = _send(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:
@@ -301,20 +361,33 @@ class Learner:
             self.held[end_key] = jax.tree.map(lambda leaf: leaf[0], after_R)
         loss_SR, skipped_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
-        stall_s = self.programs.stall_s - stalled_s
+
+        stall_s = self.programs.stall_s - stalled_s  # of compilation
         seconds = time.perf_counter() - start_s - stall_s
         self._note(
-            trainer=request.trainer,
-            round=request.round,
-            stream=work.worker_id,
-            start=work.start,
-            count=plan.num_sequences,
-            stall_s=stall_s,
+            {
+                "trainer": request.trainer,
+                "round": request.round,
+                "stream": work.worker_id,
+                "start": work.start,
+                "count": plan.num_sequences,
+                "stall_s": stall_s,
+            }
         )
-        return Response(sent, loss_SR, skipped_SR, stats_R, np.array(max(seconds, 0.0)))
+        return Response(
+            differences=sent,
+            loss_SR=loss_SR,
+            skipped_SR=skipped_SR,
+            stats_R=stats_R,
+            seconds=np.array(max(seconds, 0.0)),
+        )
 
     def _keep_state(self, key: StateKey, inputs: Inputs) -> None:
-        """Keep the inner state with which a worker begins a round, and no other of that worker."""
+        """Store the inner state that was sent for a worker, and forget its other states.
+
+        `key` names the state with which the worker begins a round. If none was sent, the learner
+        may have it from the round before.
+        """
         _, worker_id, _ = key
         if worker_id in inputs.inner_states:
             self.held[key] = inputs.inner_states[worker_id]
@@ -323,20 +396,31 @@ class Learner:
             if other_id == worker_id and other != key:
                 del self.held[other]
 
-    def _note(self, **fields: float) -> None:
-        """Add a line to the log file of this process."""
+    def _note(self, fields: Mapping[str, float]) -> None:
+        """Add a line, with the time and these fields, to the log file of this process."""
         if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """Make an ensemble of one trainer and one worker, with the trainer's parameters [1, ...]."""
-    return Ensemble(params_M, None, None, (1,), jnp.zeros((), jnp.int32))
+    """Make an ensemble of one trainer with one worker, without optimizer states, at round 0."""
+    return Ensemble(
+        params_M=params_M,
+        outer_state_M=None,
+        inner_state_R=None,
+        sizes=(1,),
+        round=jnp.zeros((), jnp.int32),
+    )
 
 
-def _differences(params_M: PyTree, workers: Workers, precision: Precision, is_single: bool):
-    """Pack one worker's difference from its trainer, as it is sent."""
+def _differences(
+    params_M: PyTree, workers: Workers, precision: Precision, is_single: bool
+) -> Differences:
+    """Pack one worker's difference from its trainer, as it is sent.
+
+    `is_single` says that the trainer has no other worker.
+    """
     return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
@@ -350,7 +434,10 @@ def stacked(tree: PyTree) -> PyTree:
 
 
 def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
-    """Return the form of what is sent with a request: whole parameters, or an update."""
+    """Return the shapes and types of the parameters that are sent with a request.
+
+    They are whole parameters without axis M, or a packed update with it (`Request.is_update`).
+    """
     if not request.is_update:
         return spec.params
     params_M = trainable(stacked(spec.params))
@@ -358,22 +445,27 @@ def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
 
 
 def _state_precision(path: tuple, precision: Precision) -> Precision:
-    """Return the precision in which a leaf of an optimizer's state is sent.
+    """Return the precision in which a leaf of an inner optimizer's state is sent.
 
-    optax names first moments `mu` or `trace`, and second moments `nu`.
+    `path` is where the leaf is in the state, as of `jax.tree.map_with_path`. optax names first
+    moments `mu` or `trace`, and second moments `nu`. `precision` is that of differences.
     """
     names = {getattr(key, "name", "") for key in path}
+    if "nu" in names and precision == "int4":
+        return "bfloat16"
     if "nu" in names:
-        return "bfloat16" if precision == "int4" else precision
+        return precision
     if "mu" in names or "trace" in names:
         return precision
     return "float32"
 
 
 def pack_state(state: PyTree, precision: Precision) -> PyTree:
-    """Quantise the moments of a worker's inner state (fields of optax's states) to send them.
+    """Quantise the moments of a worker's inner state, to send it through a bucket.
 
-    Second moments have bfloat16 at least: in int4 many would be zero, and updates huge.
+    Each leaf gets an axis R, and is packed by `core.compress.pack`. `precision` is that of
+    differences. Second moments have bfloat16 at least: in int4 many would be zero, and updates
+    huge.
     """
     return jax.tree.map_with_path(
         lambda path, x: pack(jnp.asarray(x)[None], _state_precision(path, precision)), state
@@ -381,7 +473,7 @@ def pack_state(state: PyTree, precision: Precision) -> PyTree:
 
 
 def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
-    """Dequantise what `pack_state` returned; the arrays are of NumPy."""
+    """Return the inner state, in NumPy, that `pack_state` has packed."""
 
     def leaf(path: tuple, want: jax.ShapeDtypeStruct, have: PyTree) -> jax.Array:
         like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)
@@ -392,26 +484,36 @@ def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
 
 
 def state_form(spec: ProgramSpec) -> PyTree:
-    """Return the form in which a worker's inner state is sent through a bucket."""
+    """Return the shapes and types of a worker's inner state that `pack_state` has packed."""
     state = jax.eval_shape(spec.inner_tx.init, spec.params)
     return jax.eval_shape(functools.partial(pack_state, precision=spec.outer.precision), state)
 
 
 def inputs_form(spec: ProgramSpec, request: Request, worker_ids: Sequence[int]) -> Inputs:
-    """Return the form of a request's arrays, with the states of some workers."""
+    """Return the shapes and types of a request's arrays, with the states of these workers."""
     rate_T = _array(np.float32, request.num_updates * request.num_accum_steps)
     return Inputs(rate_T, dict.fromkeys(worker_ids, state_form(spec)))
 
 
 def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> Response:
-    """Return the form of a worker's response."""
-    params_M, shape = stacked(spec.params), (work.num_updates, 1)
+    """Return a response whose arrays are the shapes and types that a worker's must have."""
+    params_M = stacked(spec.params)
     workers = Workers(params_M, None)
     differences = _send.eval_shape(params_M, workers, request.precision(spec), request.is_single)
-    stats_R = GradientStats(*[_array(np.float32, 1)] * len(dataclasses.fields(GradientStats)))
-    measured = _array(float, *shape), _array(bool, *shape), stats_R if work.num_tested else None
-    return Response(differences, *measured, seconds=_array(float), between_s=_array(float, 3))
+    stats_R = None
+    if work.num_tested:
+        num_fields = len(dataclasses.fields(GradientStats))
+        stats_R = GradientStats(*[_array(np.float32, 1)] * num_fields)
+    return Response(
+        differences=differences,
+        loss_SR=_array(float, work.num_updates, 1),
+        skipped_SR=_array(bool, work.num_updates, 1),
+        stats_R=stats_R,
+        seconds=_array(float),
+        between_s=_array(float, len(USES) - 1),  # without computing
+    )
 
 
 def _array(dtype: DTypeLike, *shape: int) -> Any:
+    """Return a `jax.ShapeDtypeStruct`, which stands for an array of NumPy."""
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))

@@ -31,25 +31,32 @@ class Refused(Exception):
 
 
 def said(text: str) -> str:
-    """Show the words of another process: on one line, without control characters, cut."""
-    return f"it says {' '.join(text.split())[:300]!r}"
+    """Quote the words of another process in a message: on one line, without control characters.
+
+    Only the first 300 characters are shown.
+    """
+    line = " ".join(text.split())
+    return f"it says {line[:300]!r}"
 
 
 def array_bytes(tree: PyTree) -> int:
-    """Return the size in bytes of the arrays of a tree, beside what else a Ray call has."""
+    """Return the size in bytes of a tree's arrays; leaves that are no arrays do not count."""
     return num_bytes([leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")])
 
 
 def check_form(tree: PyTree, form: PyTree, name: str) -> None:
-    """Raise Refused unless a tree has the arrays of a form, a tree of `jax.ShapeDtypeStruct`."""
+    """Raise Refused unless a tree's leaves are arrays of NumPy with the shapes and types of a form.
+
+    `form` is a tree of `jax.ShapeDtypeStruct`; `name` is the tree's, for the error.
+    """
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(form)}
     if leaves.keys() != wanted.keys():
         raise Refused(f"{name}: parts are missing or unknown")
     for key, want in wanted.items():
         have = leaves[key]
-        like = getattr(have, "shape", None), getattr(have, "dtype", None)
-        if not isinstance(have, np.ndarray) or like != (want.shape, want.dtype):
+        is_array = isinstance(have, np.ndarray)
+        if not is_array or have.shape != want.shape or have.dtype != want.dtype:
             raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
 
 

@@ -31,7 +31,8 @@ def given_key() -> str:
 
 def find_key(path: Path) -> str:
     """Return the environment's key, else that in a file of the run's folder, else a new one."""
-    if key := given_key():
+    key = given_key()
+    if key:
         return key
     return path.read_text("utf-8") if path.exists() else secrets.token_hex(32)
 
@@ -41,12 +42,19 @@ def keep_key(path: Path, key: str) -> None:
     if given_key() or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "x", encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as f:
-        f.write(key)
+
+    def open_for_owner(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    with open(path, "x", encoding="utf-8", opener=open_for_owner) as file:
+        file.write(key)
 
 
 class Signatures:
-    """Signs and checks the objects of a run."""
+    """Signs and checks the objects of a run with its key.
+
+    A signed object is its content, a mark, and 64 hexadecimal digits: `NUM_BYTES` more.
+    """
 
     def __init__(self, key: str):
         """Store the key; `run` and `start` are set when they are known."""
@@ -66,10 +74,16 @@ class Signatures:
         return content
 
     def _signature(self, name: str, content: bytes) -> bytes:
-        # `run.json` says itself which run it is of, and a driver's heartbeat which start. Files
-        # stay the same.
-        run = "" if name == "run.json" else self.run
-        start = "" if name == "run.json" or name.startswith(("driver/", "files/")) else self.start
+        """Return the mark and the digits that follow an object's content.
+
+        They depend on the run and the driver's start, except where a reader does not know these
+        before: `run.json` says itself which run it is of, a driver's heartbeat which start. Files
+        are the same for every start.
+        """
+        is_description = name == "run.json"
+        run = "" if is_description else self.run
+        is_of_any_start = is_description or name.startswith(("driver/", "files/"))
+        start = "" if is_of_any_start else self.start
         digest = hmac.new(self._key, json.dumps([run, start, name]).encode() + b"\n", "sha256")
         digest.update(content)
         return _MARK + digest.hexdigest().encode()
@@ -79,6 +93,7 @@ class Unneeded(Signatures):
     """Signs nothing, where whoever writes an object is known (`served`)."""
 
     def __init__(self):
+        """Begin without a key."""
         super().__init__("")
 
     def signed(self, name: str, data: bytes) -> bytes:
