@@ -1,13 +1,15 @@
 """Files that the driver serves to learners that lack them: prepared rows, and frozen weights.
 
-A file is read in pieces, objects `files/ROOT/NUMBER`. `files/ROOT/hashes` has the SHA-256 of each
-piece, and ROOT, which the run's description names, is the SHA-256 of these. Pieces are kept in the
-user's cache, so that a transfer goes on where it was cut.
+A file is read in pieces, objects `files/ROOT/NUMBER` in a `Store`; NUMBER counts from 0. The object
+`files/ROOT/hashes` has the SHA-256 of each piece, 32 bytes each. ROOT, which the run's description
+names, is the SHA-256 of these in hexadecimal digits. Pieces are kept in the user's cache, so that a
+transfer goes on where it was cut. A file has a kind, `ROWS` or `WEIGHTS`.
 """
 
 import concurrent.futures
 import contextlib
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,27 +34,35 @@ from adloco_jax.settings import Settings
 
 FILE_PIECE_BYTES = 2**20  # of a served file; each piece is an object and has a hash
 _AT_ONCE = 4  # pieces that are asked for
-_HASHES = "hashes"
+_HASHES = "hashes"  # the part of a name for the object with all hashes
+_HASH_BYTES = 32  # of a SHA-256
+_ALMOST_AT_ONCE_S = 1.0  # a transfer that takes no longer is not told
 ROWS, WEIGHTS = "rows", "weights"
 
 
 def _num_pieces(file: ServedFile) -> int:
-    return -(-file.size // FILE_PIECE_BYTES)
+    """Return the number of pieces of a file; the last one may be shorter."""
+    return math.ceil(file.size / FILE_PIECE_BYTES)
 
 
 # -- The driver's side -----------------------------------------------------------------------
 
 
 def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
-    """Return the paths of files to serve, by kind and name: of rows, and of weights if named."""
+    """Return the paths of files that the driver can serve, by kind and name.
+
+    They are the folder of prepared rows, if `corpus` was read from one, and the files of frozen
+    weights, if `init_from` (`model.init_from`) names a folder.
+    """
     found: dict[tuple[str, str], Path] = {}
     rows = corpus.rows if isinstance(corpus, Corpus) else None
     tokens = rows.tokens if isinstance(rows, DocumentRows) else rows
     if isinstance(tokens, np.memmap) and tokens.filename is not None:
         folder = Path(tokens.filename).parent
         arrays = prepared.array_names(is_packed=True, is_chat=True)  # those that there are
-        names = [prepared.MANIFEST, *arrays]
-        found |= {(ROWS, name): folder / name for name in names if (folder / name).exists()}
+        for name in [prepared.MANIFEST, *arrays]:
+            if (folder / name).exists():
+                found[ROWS, name] = folder / name
     weights = Path(init_from).expanduser()
     if init_from and weights.is_dir():
         for path in [*weights.glob("*.json"), *weights.glob("*.safetensors")]:
@@ -66,7 +76,7 @@ class Library:
     def __init__(self, paths: Mapping[tuple[str, str], Path]):
         """Read the files once, to hash them."""
         self.files: list[ServedFile] = []
-        self._paths: dict[str, tuple[Path, bytes]] = {}  # by root, with the hashes
+        self._paths: dict[str, tuple[Path, bytes]] = {}  # by root: the path, and all hashes
         for (kind, name), path in paths.items():
             hashes = b"".join(hashlib.sha256(piece).digest() for piece in _pieces(path))
             root = hashlib.sha256(hashes).hexdigest()
@@ -75,7 +85,10 @@ class Library:
             self._paths[root] = path, hashes
 
     def read(self, name: str) -> bytes | None:
-        """Return an object `files/ROOT/PART`; None if there is none."""
+        """Return the object `files/ROOT/PART`; None if there is none.
+
+        PART is the number of a piece, or "hashes".
+        """
         _, root, part = name.split("/")
         if root not in self._paths:
             return None
@@ -90,16 +103,21 @@ class Library:
         """Write all pieces to a store that lacks them."""
         for file in self.files:
             last = f"files/{file.root}/{_HASHES}"
-            if there.get(last, limit=32 * _num_pieces(file)) is not None:
-                continue
+            if there.get(last, limit=_HASH_BYTES * _num_pieces(file)) is not None:
+                continue  # written last, so the pieces are there
             say(f"{there.url}: writing {file.name}, {in_bytes(file.size)}, for learners")
-            for name in [*(f"files/{file.root}/{n}" for n in range(_num_pieces(file))), last]:
+            names = [f"files/{file.root}/{number}" for number in range(_num_pieces(file))]
+            for name in [*names, last]:
                 there.put(name, self.read(name) or b"")
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
+    """Yield the pieces of a file in order."""
     with open(path, "rb") as file:
-        while piece := file.read(FILE_PIECE_BYTES):
+        while True:
+            piece = file.read(FILE_PIECE_BYTES)
+            if not piece:
+                return
             yield piece
 
 
@@ -110,31 +128,48 @@ class CachedFile:
     """A file in the user's cache, of which pieces are read from the driver when they are needed."""
 
     def __init__(self, there: Store, about: ServedFile, folder: Path):
-        """Read the hashes of its pieces, and check those that are there already."""
-        self.about, self.path, self._there = about, folder / about.name, there
+        """Read the hashes of a file's pieces, and check the pieces that are in the cache already.
+
+        Raises Refused if the hashes are missing, or are not those that the run's description names.
+
+        Args:
+          there: The store in which the driver serves the file.
+          about: The file's description.
+          folder: The folder in the cache, in which the file has its size from the beginning.
+        """
+        self.about = about
+        self.path = folder / about.name
+        self._there = there
         name = f"files/{about.root}/{_HASHES}"
-        hashes = there.get(name, limit=32 * _num_pieces(about))
+        hashes = there.get(name, limit=_HASH_BYTES * _num_pieces(about))
         if hashes is None or hashlib.sha256(hashes).hexdigest() != about.root:
             raise Refused(f"{name}: missing or damaged")
-        self._hashes = [hashes[start : start + 32] for start in range(0, len(hashes), 32)]
-        self._kept = folder / f".{about.name}.pieces"  # a byte for each piece that is there
+        self._hashes = [
+            hashes[start : start + _HASH_BYTES] for start in range(0, len(hashes), _HASH_BYTES)
+        ]
+
+        self._kept = folder / f".{about.name}.pieces"  # a byte for each piece: 1 if it is there
         folder.mkdir(parents=True, exist_ok=True)
         if not self._kept.exists() or self.path.stat().st_size != about.size:
             self.path.touch()
             os.truncate(self.path, about.size)
             self._kept.write_bytes(bytes(_num_pieces(about)))
         marks = np.frombuffer(self._kept.read_bytes(), np.uint8)
-        self._has = np.zeros(_num_pieces(about), bool)
+        self._has = np.zeros(_num_pieces(about), bool)  # which pieces are there, and right
         with open(self.path, "rb") as file:
             for number in np.flatnonzero(marks):
                 file.seek(int(number) * FILE_PIECE_BYTES)
                 self._has[number] = self._is_right(int(number), file.read(FILE_PIECE_BYTES))
 
     def _is_right(self, number: int, piece: bytes) -> bool:
+        """Whether a piece has the hash that the driver names for its number."""
         return hashlib.sha256(piece).digest() == self._hashes[number]
 
     def read(self, numbers: Iterable[int] | None = None) -> None:
-        """Read pieces that are not there, by default all; raise Refused if one is damaged."""
+        """Read pieces that are not in the cache yet; raise Refused if one is missing or damaged.
+
+        `numbers` are those that are needed; None: all of the file.
+        """
         wanted = range(_num_pieces(self.about)) if numbers is None else numbers
         missing = [number for number in wanted if not self._has[number]]
         if not missing:
@@ -162,6 +197,7 @@ class CachedFile:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, number: int) -> bytes:
+        """Read a piece from the driver; raise Refused if it is missing or damaged."""
         name = f"files/{self.about.root}/{number}"
         piece = self._there.get(name, limit=FILE_PIECE_BYTES)
         if piece is None or not self._is_right(number, piece):
@@ -170,13 +206,23 @@ class CachedFile:
 
 
 class _Progress:
-    """A bar for a person, or a line now and then."""
+    """Shows how much of a file has come: a bar in a terminal, else a line now and then."""
 
     def __init__(self, name: str, total: int):
-        self._name, self._total, self._done = name, total, 0
-        self._start_s = self._told_s = time.monotonic()
-        how = {"unit": "B", "unit_scale": True, "desc": name}
-        self._bar = tqdm(total=total, disable=None, leave=False, **how)
+        """Begin with nothing of `total` bytes."""
+        self._name = name
+        self._total = total
+        self._done = 0  # bytes that have come
+        self._start_s = time.monotonic()
+        self._told_s = self._start_s  # when the last line was printed
+        self._bar = tqdm(
+            total=total,
+            disable=None,  # without a terminal
+            leave=False,
+            unit="B",
+            unit_scale=True,
+            desc=name,
+        )
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that have come."""
@@ -193,29 +239,34 @@ class _Progress:
         """End the bar; say how long it took, if it was long."""
         self._bar.close()
         seconds = time.monotonic() - self._start_s
-        if seconds > 1.0 and self._done == self._total:
-            rate = 8e-6 * self._done / seconds
+        if seconds > _ALMOST_AT_ONCE_S and self._done == self._total:
+            rate = 8e-6 * self._done / seconds  # megabits a second
             say(f"{self._name}: {in_bytes(self._done)} in {seconds:.1f} s, {rate:.1f} Mbit/s")
 
 
 def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, CachedFile]:
-    """Return the files of a kind, in one folder of the user's cache, by name."""
+    """Return the files of a kind, by name, all in one folder of the user's cache.
+
+    The folder is named by the content of these files, so that other runs with the same ones find
+    it. Pieces are not read yet.
+    """
     wanted = [file for file in files if file.kind == kind]
-    key = hashlib.sha256("".join(sorted(file.root for file in wanted)).encode()).hexdigest()
+    roots = sorted(file.root for file in wanted)
+    key = hashlib.sha256("".join(roots).encode()).hexdigest()
     folder = cache_folder("served") / key[:32]
     return {file.name: CachedFile(there, file, folder) for file in wanted}
 
 
 def served_weights(there: Store, files: Sequence[ServedFile]) -> Path:
-    """Read all files of weights; return their folder."""
-    found = _cached(there, files, WEIGHTS)
-    for file in found.values():
+    """Read all files of weights, of which there is one at least; return their folder."""
+    cached = [*_cached(there, files, WEIGHTS).values()]
+    for file in cached:
         file.read()
-    return next(iter(found.values())).path.parent
+    return cached[0].path.parent
 
 
 class ServedRows:
-    """The rows of a run, of which those that a worker reads come from the driver."""
+    """The rows of a run; those that a worker trains on come from the driver when it needs them."""
 
     def __init__(
         self,
@@ -225,13 +276,22 @@ class ServedRows:
         *,
         num_classes: int | None,
     ):
-        """Read all but the tokens to train on."""
+        """Read all files of rows except the tokens to train on, of which only the first piece.
+
+        Args:
+          there: The store in which the driver serves the files.
+          files: The files that the run's description names.
+          settings: The run's settings.
+          num_classes: Number of classes of a classifier; None for a language model.
+        """
         trim_cache()
-        found = _cached(there, files, ROWS)
-        self._file = found[prepared.TRAIN.tokens]
-        for file in found.values():
-            file.read([0] if file is self._file else None)
-        folder = found[prepared.MANIFEST].path.parent
+        cached = _cached(there, files, ROWS)
+        self._file = cached[prepared.TRAIN.tokens]
+        self._file.read([0])  # has the header of the array
+        for file in cached.values():
+            if file is not self._file:
+                file.read()
+        folder = cached[prepared.MANIFEST].path.parent
         manifest = prepared.read_prepared(folder)
         opened = prepared.open_rows(folder, manifest)
         self._tokens = opened.train.tokens
@@ -244,13 +304,16 @@ class ServedRows:
         self._order = order_of(settings, len(self.rows), where="the driver's rows")
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
-        """Return rows of a worker's stream, as `Corpus.batch` does, once they are here."""
+        """Return `count` rows of a worker's stream, as `Corpus.batch` does, once they are here.
+
+        `trainer` and `stream` name the worker; `start` is the first row's position in the stream.
+        """
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         row_bytes = self._tokens.strides[0]
         offset = self._file.about.size - self._num_rows * row_bytes  # of the first row
-        first_n = offset + np.asarray(index) * row_bytes
-        last_n = first_n + row_bytes - 1
-        self._file.read(
-            np.union1d(first_n // FILE_PIECE_BYTES, last_n // FILE_PIECE_BYTES).tolist()
-        )
+        # Positions of the first and the last byte of each row, which may lie in two pieces.
+        first_N = offset + np.asarray(index) * row_bytes
+        last_N = first_N + row_bytes - 1
+        numbers = np.union1d(first_N // FILE_PIECE_BYTES, last_N // FILE_PIECE_BYTES)
+        self._file.read(numbers.tolist())
         return rows_at(self.rows, index)

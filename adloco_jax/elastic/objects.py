@@ -1,6 +1,7 @@
 """Where the objects of driver and learners are: what a `Store` asks of a keeper, and two keepers.
 
-`Bucket` is S3, Google Cloud, Azure or a folder; `Memory` is this process.
+An object has a name, such as `driver/1.json`, and bytes. A keeper keeps objects: `Bucket` in S3,
+Google Cloud, Azure or a folder, `Memory` in this process.
 """
 
 import contextlib
@@ -8,23 +9,28 @@ import datetime
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import ConfigError, reason
 
-REQUEST_BYTES = 8 * 2**20  # bytes of a request; larger objects are sent in pieces
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+REQUEST_BYTES = 8 * 2**20  # bytes of a piece, in which larger objects are sent
 SECOND = datetime.timedelta(seconds=1)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
-# Of errors without a class. Without credentials, the host's own are asked for.
+# Words of errors without a class of their own. Without credentials, obstore asks the host for its
+# own, at the last two addresses.
 _DENIED = "403 Forbidden", "401 Unauthorized", "os error 13", "169.254.169", "metadata.google"
-_BUSY = r"status code: (429|5\d\d)"
+_BUSY = r"status code: (429|5\d\d)"  # too many requests, or an error of the server
 
 
 class Denied(Exception):
-    """Error: objects may not be read or written, or their place is missing; `remedy` helps."""
+    """Error: objects may not be read or written, or their place is missing."""
 
     def __init__(self, cause: str, remedy: str):
+        """Store what is wrong and, in `remedy`, what the user can do; both in words."""
         super().__init__(cause)
         self.remedy = remedy
 
@@ -44,7 +50,10 @@ class Objects(Protocol):
     """How users and messages name the keeper."""
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none."""
+        """Return the size of an object in bytes, and an iterator of its pieces, in order.
+
+        The last piece may be shorter than `REQUEST_BYTES`. None: there is no object of this name.
+        """
         ...
 
     def put(self, name: str, data: bytes) -> None:
@@ -68,11 +77,14 @@ class Memory:
     """Keeps objects in this process."""
 
     def __init__(self, address: str):
-        self.address, self._objects = address, dict[str, bytes]()
+        """Begin without objects; `address` is for messages."""
+        self.address = address
+        self._objects = dict[str, bytes]()  # by name
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
         """Return the size of an object and its pieces, or None if there is none."""
-        if (data := self._objects.get(name)) is None:
+        data = self._objects.get(name)
+        if data is None:
             return None
         starts = range(0, len(data), REQUEST_BYTES)
         return len(data), (data[start : start + REQUEST_BYTES] for start in starts)
@@ -83,7 +95,7 @@ class Memory:
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether this call has written it."""
-        return self._objects.setdefault(name, data) is data
+        return self._objects.setdefault(name, data) is data  # another thread may write meanwhile
 
     def delete(self, name: str) -> None:
         """Delete an object, or raise KeyError."""
@@ -110,7 +122,6 @@ class Bucket:
             raise ConfigError(
                 f"{url}: no bucket; write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )
-        how: dict[str, Any] = {"mkdir": True}
         if url.startswith("file://"):
             folder = Path(url.removeprefix("file://"))
             if not folder.parent.is_dir():
@@ -118,15 +129,11 @@ class Bucket:
                     f"{url}: {folder.parent} is no folder here; make it (mkdir -p), or name another"
                 )
             self._folder = folder.resolve()
-        else:
-            backoff = {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2}
-            retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": 15 * SECOND}
-            # http is used only if the user's endpoint says so; a `Store` has shorter deadlines.
-            client = {"connect_timeout": "10s", "read_timeout": "180s", "timeout": "86400s"}
-            client |= {"allow_http": True}
-            how = {"retry_config": retry, "client_options": client}
         try:
-            self._store: Any = from_url(url, **how)
+            if self._folder is not None:
+                self._store: Any = from_url(url, mkdir=True)
+            else:
+                self._store = from_url(url, retry_config=_retry(), client_options=_client())
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
             raise ConfigError(f"{url}: {first_line(error)}") from error
 
@@ -135,16 +142,17 @@ class Bucket:
         self._follow_no_link(name, Refused)
         with explained():
             try:
-                found = self._store.get(name)
+                response = self._store.get(name)
             except FileNotFoundError as error:
                 if any(word in str(error) for word in _NO_BUCKET):
                     raise  # not only the object is missing
                 return None
-        return found.meta["size"], self._pieces(found)
+        return response.meta["size"], self._pieces(response)
 
-    def _pieces(self, found: Any) -> Iterator[bytes]:
+    def _pieces(self, response: Any) -> Iterator[bytes]:
+        """Yield the pieces of an object that is being read; `response` is obstore's GetResult."""
         with explained():
-            yield from found.stream(min_chunk_size=REQUEST_BYTES)
+            yield from response.stream(min_chunk_size=REQUEST_BYTES)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -174,8 +182,31 @@ class Bucket:
         return sorted(each["path"] for each in self._store.list().collect())
 
     def _follow_no_link(self, name: str, error: type[Exception]) -> None:
+        """Raise the error if the object's file would be reached through a symbolic link.
+
+        Whoever may write to a shared folder could otherwise direct others to any file.
+        """
         if self._folder and (self._folder / name).resolve() != self._folder / name:
             raise error(f"{self.address}: {name}: not followed, as it is a link; remove it")
+
+
+def _retry() -> "RetryConfig":
+    """Return how obstore repeats a request itself; a `Store` repeats it for much longer."""
+    return {
+        "backoff": {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2},
+        "max_retries": 3,
+        "retry_timeout": 15 * SECOND,
+    }
+
+
+def _client() -> "ClientConfig":
+    """Return the options of obstore's client; a `Store` has shorter deadlines of its own."""
+    return {
+        "connect_timeout": "10s",
+        "read_timeout": "180s",  # without a byte
+        "timeout": "86400s",  # of a whole request: a day
+        "allow_http": True,  # used only if the user's endpoint says so
+    }
 
 
 @contextlib.contextmanager
@@ -186,9 +217,9 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # deliberately broad: obstore's errors have no common kind
-        text = str(error)  # has the address, and seconds such as 1.403
-        refused = PermissionDeniedError, UnauthenticatedError, FileNotFoundError
-        if isinstance(error, refused) or any(word in text for word in _DENIED):
+        text = str(error)  # has the address too, and seconds such as 1.403
+        kinds = (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)
+        if isinstance(error, kinds) or any(word in text for word in _DENIED):
             remedy = (
                 "make the bucket, set its credentials in the environment (docs/guides/sites.md),"
                 " and allow what is listed there"
@@ -200,5 +231,6 @@ def explained() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of obstore, whose later lines are Rust's."""
-    return reason(RuntimeError(str(error).partition("\n")[0]), 200)
+    """Return the first line of an error of obstore, cut; later lines are of its Rust code."""
+    line, _, _ = str(error).partition("\n")
+    return reason(RuntimeError(line), 200)
