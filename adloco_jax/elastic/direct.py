@@ -1,7 +1,10 @@
 """Objects over iroh: a driver is reached by its public key, encrypted, through NAT and relays.
 
-This is what both sides share, and the learner's side, `Remote`; the driver's is `served`. A stream
-carries one request: a `Question` with what is to be written, then an `Answer` with what was read.
+This is what both sides share, and the learner's side, `Remote`; the driver's is `served`. iroh is
+asynchronous: its coroutines run in one thread (`wait_for`). An endpoint is one side's socket; its
+id is a public key. A connection of two endpoints has streams, each with a sending and a receiving
+end. A stream carries one request: a `Question` with what is to be written, then an `Answer` with
+what was read. The wheel of iroh has no types, so its objects are `Any`.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import io
 import ipaddress
 import itertools
 import json
@@ -19,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import filelock
 from pydantic import Field
@@ -42,6 +46,8 @@ _SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not tak
 _TOLD_BYTES = 2**20  # of a transfer whose rate is told
 _PREFIX = "adloco-"
 _FORMAT = 1  # of tickets
+_CHECKSUM_BYTES = 2  # at the end of a ticket
+_CHANGED = 2.0  # factor by which a rate differs from that which was told before it is told again
 
 T = TypeVar("T")
 
@@ -59,7 +65,11 @@ class Ticket:
     relay: str = ""  # its address; empty: none
 
     def __str__(self) -> str:
-        """Return the text that a user sends to others."""
+        """Return the text that a user sends to others.
+
+        It is base32 of the format, the key, the secret, the number of addresses, each address (the
+        length of its IP, the IP, two bytes of port), the relay, and a checksum.
+        """
         parts = [bytes([_FORMAT]), self.key, self.secret, bytes([len(self.addresses)])]
         for address in self.addresses:
             host, _, port = address.rpartition(":")
@@ -71,7 +81,8 @@ class Ticket:
 
 
 def _checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:2]
+    """Return bytes by which a ticket that was not copied whole is told."""
+    return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
 
 
 def is_ticket(text: str) -> bool:
@@ -80,21 +91,29 @@ def is_ticket(text: str) -> bool:
 
 
 def read_ticket(text: str) -> Ticket:
-    """Read what `str(ticket)` made; raise ConfigError if it is not whole."""
+    """Return the ticket that a text, which `str(ticket)` made, stands for.
+
+    Spaces and lower case do not matter. Raises ConfigError if the text is not whole.
+    """
     letters = "".join(text.split()).upper()[len(_PREFIX) :]
+    padding = "=" * (-len(letters) % 8)  # base32 wants groups of 8
     try:
-        content = base64.b32decode(letters + "=" * (-len(letters) % 8))
-        if content[-2:] != _checksum(content[:-2]) or content[0] != _FORMAT:
+        content = base64.b32decode(letters + padding)
+        body = content[:-_CHECKSUM_BYTES]
+        if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
             raise ValueError
-        key, secret, count, rest = content[1:33], content[33:49], content[49], content[50:-2]
+        fields = io.BytesIO(body[1:])
+        key = fields.read(32)
+        secret = fields.read(16)
+        count = fields.read(1)[0]
         addresses = []
         for _ in range(count):
-            length = rest[0]
-            host = ipaddress.ip_address(rest[1 : 1 + length])
-            port = int.from_bytes(rest[1 + length : 3 + length], "big")
+            length = fields.read(1)[0]
+            host = ipaddress.ip_address(fields.read(length))
+            port = int.from_bytes(fields.read(2), "big")
             addresses.append(f"[{host}]:{port}" if host.version == 6 else f"{host}:{port}")
-            rest = rest[3 + length :]
-        return Ticket(key, secret, tuple(addresses), rest.decode())
+        relay = fields.read().decode()
+        return Ticket(key, secret, tuple(addresses), relay)
     except (ValueError, IndexError) as error:
         raise ConfigError(
             f"{text[:40]}: no ticket of this version of adloco_jax, or not all of it; adloco ticket"
@@ -114,7 +133,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def wait_for(action: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in iroh's thread, and return its result."""
+    """Run a coroutine in iroh's thread, wait for its end, and return its result."""
     return asyncio.run_coroutine_threadsafe(action, _loop()).result()
 
 
@@ -125,10 +144,11 @@ def begin(action: Coroutine[Any, Any, object]) -> None:
 
 @functools.cache
 def send_at_once() -> bool:
-    """Let the wheel of iroh copy what is sent at once; return whether it does so now.
+    """Make iroh's Python package copy the bytes it sends in one step; return whether that is done.
 
-    It copies byte by byte, 4 MB/s, with the interpreter's lock held (uniffi-rs #2824). Its class is
-    private, so this is done only where it has the known form.
+    By itself it copies them one by one, 4 MB/s, with the interpreter's lock held (uniffi-rs #2824).
+    The class whose method is replaced is private, so it is replaced only where its source is as
+    expected. Otherwise False is returned, and sending stays slow.
     """
     import iroh.iroh_ffi
 
@@ -137,17 +157,24 @@ def send_at_once() -> bool:
     if write is None or "self.rbuf.data[self.rbuf.len + i] = byte" not in inspect.getsource(write):
         return False
 
-    def copying(self: Any, value: bytes) -> None:
+    def write_at_once(self: Any, value: bytes) -> None:
+        """Append bytes to the buffer of Rust, `self.rbuf`."""
         with self._reserve(len(value)):
             start = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value + self.rbuf.len
             ctypes.memmove(start, value, len(value))
 
-    builder.write = copying
+    builder.write = write_at_once
     return True
 
 
 async def bind(key: bytes, *, relay: str, port: int = 0) -> Any:
-    """Open an endpoint of iroh; `relay` is "off", an address, or empty for the public ones."""
+    """Open an endpoint of iroh, and return it.
+
+    Args:
+      key: Its secret key, 32 bytes.
+      relay: Address of the relay to use; "off": none; empty: the public ones.
+      port: UDP port; 0: any that is free.
+    """
     import iroh
 
     send_at_once()
@@ -166,7 +193,11 @@ async def bind(key: bytes, *, relay: str, port: int = 0) -> Any:
 
 
 def describe_path(connection: Any) -> tuple[str, str]:
-    """Say in words how packets reach the other side: its address and the way, and round trip."""
+    """Say in words how packets of a connection travel now.
+
+    Returns the other side's address with the way, such as "1.2.3.4:5, directly", and the time of a
+    round trip; "no path" and an empty text if iroh has not chosen a path.
+    """
     for each in connection.paths():
         if each.is_selected:
             way = "by relay, which is shared and slow" if each.is_relay else "directly"
@@ -183,16 +214,22 @@ class Question(Format):
     do: Literal["hello", "look", "get", "put", "create", "delete"]
     name: Annotated[str, Field(max_length=200)] = ""
     size: Count = 0
-    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = (
-        ""  # of "hello", the first of a connection
-    )
+    # The run's secret in hexadecimal digits, in "hello", the first message of a connection.
+    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
+
+
+Status: TypeAlias = Literal["done", "missing", "there", "gone", "refused"]
+"""What became of a request.
+
+"missing": there is no object to read. "there": an object to create exists already. "gone": the
+place is no longer the learner's. "refused": the learner may not do it.
+"""
 
 
 class Answer(Format):
     """What the driver answers; after it come `size` bytes that were read."""
 
-    # "there": an object to create exists. "gone": the place is no longer the learner's.
-    status: Literal["done", "missing", "there", "gone", "refused"]
+    status: Status
     size: Count = 0
     why: Annotated[str, Field(max_length=300)] = ""
 
@@ -201,7 +238,10 @@ M = TypeVar("M", Question, Answer)
 
 
 async def send_message(send: Any, message: Format, body: bytes = b"") -> None:
-    """Write a message and what follows it, and end the stream."""
+    """Write a message and the bytes that follow it to a stream's sending end, and end it.
+
+    Raises TimeoutError if nothing could be sent for `SILENT_S` seconds.
+    """
     header = message.model_dump_json().encode()
     await asyncio.wait_for(send.write_all(len(header).to_bytes(4, "big") + header), SILENT_S)
     for start in range(0, len(body), _SENT_BYTES):
@@ -211,7 +251,10 @@ async def send_message(send: Any, message: Format, body: bytes = b"") -> None:
 
 
 async def read_message(recv: Any, kind: type[M]) -> M:
-    """Read a message; raise Refused if it is something else."""
+    """Read a message of this kind from a stream's receiving end; raise Refused if it is none.
+
+    A message is its length in 4 bytes, and JSON.
+    """
     size = int.from_bytes(await recv.read_exact(4), "big")
     if not 0 < size <= _HEADER_BYTES:
         raise Refused(f"a message of {size} bytes, expected 1 to {_HEADER_BYTES}")
@@ -223,7 +266,10 @@ async def read_message(recv: Any, kind: type[M]) -> M:
 
 
 async def read_body(recv: Any, size: int) -> bytes:
-    """Read so many bytes; raise TimeoutError if none comes for `SILENT_S` seconds."""
+    """Read `size` bytes from a stream's receiving end.
+
+    Raises TimeoutError if a part of them, `_SENT_BYTES`, takes longer than `SILENT_S` seconds.
+    """
     body = bytearray()
     while len(body) < size:
         length = min(_SENT_BYTES, size - len(body))
@@ -247,14 +293,24 @@ def own_key() -> tuple[bytes, filelock.FileLock]:
         for number in itertools.count(1):
             path = folder / f"learner-{number}.key"
             lock = filelock.FileLock(f"{path}.lock")
-            with contextlib.suppress(filelock.Timeout):
+            try:
                 lock.acquire(timeout=0)
-                return secret_file(path, lambda: os.urandom(32)), lock
-    raise AssertionError
+            except filelock.Timeout:
+                continue  # a learner that runs now has this one
+            return secret_file(path, new_key), lock
+    raise AssertionError("the loop does not end")
+
+
+def new_key() -> bytes:
+    """Return a new secret key of an endpoint."""
+    return os.urandom(32)
 
 
 def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
-    """Read a file that only its user may read; make it if it is missing."""
+    """Return the content of a file that only its user may read.
+
+    If it is missing, it is written first, with what `make` returns, and appears whole.
+    """
     if not path.exists():
         whole = path.with_name(f".{path.name}.{os.getpid()}")  # a kill may leave it, cut
         whole.unlink(missing_ok=True)
@@ -269,18 +325,23 @@ class Remote:
     """Keeps the objects of a run at its driver, which a learner reaches with a ticket."""
 
     def __init__(self, text: str, key: bytes | None = None):
-        """Read a ticket; raise ConfigError if it is none, or iroh is missing.
+        """Read a ticket, without connecting.
 
-        Without a `key`, the learner has its user's.
+        Raises ConfigError if `text` is none, or iroh is missing. `key` is the learner's secret key;
+        None or empty: one of its user's, which is locked until `close`.
         """
         check_installed("iroh", "", "a ticket")
         self.ticket = read_ticket(text)
-        self.address = f"{text[: len(_PREFIX) + 8]}…"
-        self._key, self._lock = (key, None) if key else own_key()
-        self._endpoint: Any = None
-        self._connection: Any = None
-        self._attempt: asyncio.Task | None = None  # to connect, under way
-        self._told: set[str] = set()
+        self.address = f"{text[: len(_PREFIX) + 8]}…"  # for messages, without the secret
+        self._lock: filelock.FileLock | None = None
+        if key:
+            self._key = key
+        else:
+            self._key, self._lock = own_key()
+        self._endpoint: Any = None  # None until the first connection
+        self._connection: Any = None  # the last one, which may be closed
+        self._attempt: asyncio.Task | None = None  # the last attempt to connect
+        self._told: set[str] = set()  # reasons of refusals that were told
         self._rates: dict[str, float] = {}  # in bits a second, as told, by direction
 
     def open(self) -> None:
@@ -298,7 +359,7 @@ class Remote:
             ) from error
 
     def close(self) -> None:
-        """Leave the driver."""
+        """Close the endpoint, and let another learner have the key."""
         if self._endpoint is not None:
             with contextlib.suppress(TimeoutError):
                 wait_for(asyncio.wait_for(self._endpoint.close(), 3.0))
@@ -306,7 +367,10 @@ class Remote:
             self._lock.release()
 
     async def _connected(self) -> Any:
-        """Return a connection; all that wait for one share the attempt."""
+        """Return the open connection, or wait for a new one; raise ConnectionError if it fails.
+
+        Requests that wait at the same time share one attempt.
+        """
         if self._connection is not None and self._connection.close_reason() is None:
             return self._connection
         if self._attempt is None or self._attempt.done():
@@ -314,6 +378,11 @@ class Remote:
         return await asyncio.shield(self._attempt)
 
     async def _connect(self) -> Any:
+        """Connect to the driver, say the run's secret, and return the connection.
+
+        Raises ConfigError if the driver does not let this learner in, ConnectionError if it cannot
+        be reached.
+        """
         import iroh
 
         with connection_errors():
@@ -354,6 +423,10 @@ class Remote:
             told = path
 
     async def _ask(self, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
+        """Ask the driver; return its answer, and the receiving end with the bytes that follow.
+
+        `body` has the bytes to write. Each reason for which the driver refuses is told once.
+        """
         connection = await self._connected()
         with connection_errors():
             answer, recv = await _ask_on(connection, question, body)
@@ -363,14 +436,22 @@ class Remote:
         return answer, recv
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none for us."""
+        """Return the size of an object and its pieces, or None if there is none for us.
+
+        Bytes are received as the iterator of pieces is used.
+        """
         answer, recv = wait_for(self._ask(Question(do="get", name=name)))
         if answer.status != "done":
             return None
         return answer.size, self._pieces(recv, answer.size)
 
     def _pieces(self, recv: Any, size: int) -> Iterator[bytes]:
-        left, start_s = size, time.monotonic()
+        """Yield an object of `size` bytes in pieces, and tell the rate at the end.
+
+        If not all are wanted, the driver is told to send no more.
+        """
+        left = size  # bytes that have not come yet
+        start_s = time.monotonic()
         try:
             while left:
                 with connection_errors():
@@ -404,15 +485,24 @@ class Remote:
         return []
 
     def _tell_rate(self, direction: str, num_bytes: int, start_s: float) -> None:
-        """Say the rate of a large transfer, if it differs much from what was told."""
-        rate = 8 * num_bytes / max(time.monotonic() - start_s, 1e-3)
+        """Say the rate of a large transfer that began at `start_s`, if it is new.
+
+        `direction` is "up" or "down". A rate is new if it differs much from the one told last.
+        """
+        seconds = max(time.monotonic() - start_s, 1e-3)  # not zero
+        rate = 8 * num_bytes / seconds  # bits a second
         told = self._rates.get(direction, 0.0)
-        if num_bytes >= _TOLD_BYTES and not told / 2 < rate < 2 * told:
+        is_like_told = told / _CHANGED < rate < _CHANGED * told
+        if num_bytes >= _TOLD_BYTES and not is_like_told:
             self._rates[direction] = rate
             say(f"rate {direction} measured: {rate / 1e6:,.1f} Mbit/s")
 
 
 async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
+    """Ask in a new stream of a connection; return the answer, and the stream's receiving end.
+
+    `body` has the bytes to write; those that were read are still to be received.
+    """
     import iroh
 
     stream = await connection.open_bi()
@@ -423,7 +513,7 @@ async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tup
 
 @contextlib.contextmanager
 def connection_errors() -> Iterator[None]:
-    """Raise what goes wrong on a connection as ConnectionError, with words."""
+    """Raise errors of iroh, TimeoutError and Refused in the block as ConnectionError, in words."""
     import iroh
 
     try:

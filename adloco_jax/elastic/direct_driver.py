@@ -1,11 +1,14 @@
-"""A run that learners reach directly: its driver's key, ticket and objects."""
+"""A run that learners reach directly over iroh: its driver's key, ticket and objects.
+
+The folder `learners` of the run has the endpoint's secret key, its ticket and `run.json`, so that a
+driver that is started again is the same for learners. `direct` says what an endpoint is.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import hashlib
 import ipaddress
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from typing import Any
 from adloco_jax.elastic import bucket, direct, store
 from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
-from adloco_jax.elastic.direct import Ticket, read_ticket, secret_file
+from adloco_jax.elastic.direct import Ticket, new_key, read_ticket, secret_file
 from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.learner import LearnerSetup, state_form
 from adloco_jax.elastic.messages import DriverHeartbeat, Refused, RunDescription, array_bytes
@@ -32,22 +35,27 @@ _ONLINE_S = 5.0  # to wait for a relay
 _FREE_S = 3.0  # to wait for a port that this process has closed
 _LAST_S = 15.0  # to wait for learners to see that the run is over
 _MOST_ADDRESSES = 4  # of this computer in a ticket
+_SECRET_BYTES = 16  # of a run
+_DIFFERENCE_BYTES = 4  # of a parameter at most: a single worker sends float32
 
 
 class RunObjects(Memory):
     """The objects of a run's driver; `run.json` is kept in a folder, for the next driver."""
 
     def __init__(self, folder: Path):
-        """Begin with what the last driver has left in the folder, which has then ended."""
+        """Begin with the `run.json` that the last driver has left in the folder, if there is one.
+
+        Learners are told that this driver has ended, as no two can have one key.
+        """
         super().__init__(str(folder))
         self._library = Library({})
         self._file = folder / "run.json"
         if not self._file.exists():
             return
-        described = self._file.read_bytes()
-        super().put("run.json", described)
-        with contextlib.suppress(Refused):
-            run = store.from_json(described, "run.json", RunDescription)
+        description = self._file.read_bytes()
+        super().put("run.json", description)
+        with contextlib.suppress(Refused):  # is refused, and told, by whoever reads it
+            run = store.from_json(description, "run.json", RunDescription)
             ended = DriverHeartbeat(count=0, has_ended=True)
             super().put(f"driver/{run.driver}.json", store.to_json(ended))
 
@@ -60,7 +68,9 @@ class RunObjects(Memory):
         if not name.startswith("files/"):
             return super().get(name)
         data = self._library.read(name)
-        return None if data is None else (len(data), iter([data]))
+        if data is None:
+            return None
+        return len(data), iter([data])
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -80,7 +90,10 @@ def check_possible(settings: Settings, folder: Path) -> None:
 
 
 def _external(address: str) -> tuple[str, int] | None:
-    """Return the IP and port of `engine.address`; None if it is empty."""
+    """Return the IP and port of `engine.address`; None if it is empty.
+
+    Raises ConfigError if it is no IP:PORT.
+    """
     if not address:
         return None
     host, _, port = address.rpartition(":")
@@ -96,6 +109,7 @@ def _external(address: str) -> tuple[str, int] | None:
 
 
 def _check_relay(relay: str) -> None:
+    """Raise ConfigError unless `engine.relay` is empty, "off" or an address."""
     import iroh
 
     if relay in ("", "off"):
@@ -113,19 +127,28 @@ def connected(
     """Serve the run's objects to learners with its ticket, which is printed.
 
     Raises ConfigError or ResourceError if the port or the relay cannot be used.
+
+    Args:
+      address: `engine.address`, which is also in the settings.
+      num_learners: Not used: learners that are too many wait.
+      given: That from which each learner is made.
+      is_over: Returns, at the end of the `with` block, whether the run is over.
     """
     import iroh
 
-    engine, folder = given.settings.engine, Path(given.log).parent
+    engine = given.settings.engine
+    folder = Path(given.log).parent
     folder.mkdir(parents=True, exist_ok=True)
-    key = secret_file(folder / "endpoint.key", lambda: os.urandom(32))
+    key = secret_file(folder / "endpoint.key", new_key)
     endpoint, ticket = direct.wait_for(_open(key, engine, folder / "ticket"))
-    own_key = os.urandom(32)
+
+    own_key = new_key()  # of the learner on this computer
     own_id = str(iroh.SecretKey.from_bytes(own_key).public())
     members = {*engine.members, own_id} if engine.members else set()
     objects = RunObjects(folder)
     server = Server(objects, ticket.secret, members, most_bytes=_most_bytes(given), own_id=own_id)
     direct.begin(server.accept(endpoint))
+
     invitation = f"to join from another computer: adloco join {ticket}"
     if given.by_fit:
         invitation = f"to join from another computer: adloco_jax.join({str(ticket)!r}, ...)"
@@ -141,15 +164,21 @@ def connected(
 
 
 async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ticket]:
-    """Open the driver's endpoint, at the port of its last start; write its ticket to a file."""
+    """Open the driver's endpoint, and write its ticket to the file at `path`; return both.
+
+    The port is that of `engine.address`, else that of the ticket of an earlier start, else any that
+    is free. Raises ResourceError if it cannot be used.
+    """
     import iroh
 
-    external, port = _external(engine.address), 0
+    port = 0
+    external = _external(engine.address)
     if external is not None:
-        port = external[1]
+        _, port = external
     elif path.exists():
         before = read_ticket(path.read_text("utf-8"))
         port = int(before.addresses[0].rpartition(":")[2])
+
     until_s = time.monotonic() + _FREE_S
     while True:
         try:
@@ -167,47 +196,63 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
             await asyncio.wait_for(endpoint.online(), _ONLINE_S)
         except TimeoutError:
             say("no relay answers, so learners need an address of this computer that they reach")
-    found = endpoint.addr()
-    addresses = _reachable(found.direct_addresses())
+
+    # Where learners reach this computer.
+    place = endpoint.addr()
+    addresses = _reachable(place.direct_addresses())
     if external is not None:
         addresses.insert(0, engine.address)
     if not addresses:
-        addresses = [f"127.0.0.1:{endpoint.bound_sockets()[0].rpartition(':')[2]}"]
-    secret = hashlib.sha256(key + b"secret of the run").digest()[:16]
-    ticket = Ticket(found.id().to_bytes(), secret, tuple(addresses), found.relay_url() or "")
-    secret_file(path, lambda: b"").decode()
+        _, _, bound_port = endpoint.bound_sockets()[0].rpartition(":")
+        addresses = [f"127.0.0.1:{bound_port}"]
+
+    ticket = Ticket(
+        key=place.id().to_bytes(),
+        secret=hashlib.sha256(key + b"secret of the run").digest()[:_SECRET_BYTES],
+        addresses=tuple(addresses),
+        relay=place.relay_url() or "",
+    )
+    secret_file(path, str(ticket).encode)  # only its user may read it
     path.write_text(str(ticket), "utf-8")
     return endpoint, ticket
 
 
 def _reachable(addresses: list[str]) -> list[str]:
-    """Return the addresses that others may reach, first that of the route to the internet."""
+    """Return the addresses IP:PORT that others may reach, at most `_MOST_ADDRESSES`.
+
+    The first is that of the route to the internet, if there is one.
+    """
+    route_ip = ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        first = ""
         with contextlib.suppress(OSError):
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-            first = probe.getsockname()[0]
-    hosts = {each: ipaddress.ip_address(each.rpartition(":")[0].strip("[]")) for each in addresses}
-    usable = [a for a, ip in hosts.items() if not (ip.is_loopback or ip.is_link_local)]
-    usable.sort(key=lambda address: str(hosts[address]) != first)
+            probe.connect(("192.0.2.1", 9))  # an address of documentation; sends nothing
+            route_ip, _ = probe.getsockname()
+    ips = {}  # by address
+    for address in addresses:
+        host, _, _ = address.rpartition(":")
+        ip = ipaddress.ip_address(host.strip("[]"))
+        if not (ip.is_loopback or ip.is_link_local):
+            ips[address] = ip
+    usable = sorted(ips, key=lambda address: str(ips[address]) != route_ip)  # False is first
     return usable[:_MOST_ADDRESSES]
 
 
 def _here(ticket: Ticket) -> Ticket:
     """Return the ticket for a learner on this computer."""
-    port = ticket.addresses[0].rpartition(":")[2]
+    _, _, port = ticket.addresses[0].rpartition(":")
     return dataclasses.replace(ticket, addresses=(f"127.0.0.1:{port}",), relay="")
 
 
-_DIFFERENCE_BYTES = 4  # of a parameter at most: a single worker sends float32
-
-
 def _most_bytes(given: LearnerSetup) -> int:
-    """Return the largest size of a response in bytes."""
-    spec, num_workers = given.spec, given.settings.ensemble.num_workers
-    states = array_bytes(state_form(spec))
-    differences = _DIFFERENCE_BYTES * spec.num_params
-    return bucket.limit(()) + num_workers * max(differences, states)
+    """Return the largest size of a response in bytes.
+
+    For each of all workers it has a difference, or an inner state.
+    """
+    spec = given.spec
+    state_bytes = array_bytes(state_form(spec))
+    difference_bytes = _DIFFERENCE_BYTES * spec.num_params
+    num_workers = given.settings.ensemble.num_workers
+    return bucket.limit(()) + num_workers * max(difference_bytes, state_bytes)
 
 
 async def _close(endpoint: Any, server: Server) -> None:

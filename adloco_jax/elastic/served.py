@@ -1,19 +1,29 @@
 """The driver's side of a run over iroh: it serves objects to learners, each within its rights.
 
-Nobody passes the first message without the run's secret. A learner is known by its key. It may read
-what is meant for all or for it, and write and delete only in the place that it has taken.
+Nobody passes the first message without the run's secret. A learner is known by its key: `peer` is
+its public key as text, the id of its endpoint. It may read what is meant for all or for it, and
+write and delete only in the place that it has taken. A place is a `RequestId` whose request is 0; a
+`part` is the first folder of a name: learners (heartbeats), requests or responses.
 """
 
 import asyncio
 import contextlib
 import hmac
+import math
 import re
 import time
 from collections.abc import Collection
 from typing import Any
 
 from adloco_jax.elastic import direct
-from adloco_jax.elastic.direct import Answer, Question, describe_path, read_body, read_message
+from adloco_jax.elastic.direct import (
+    Answer,
+    Question,
+    Status,
+    describe_path,
+    read_body,
+    read_message,
+)
 from adloco_jax.elastic.messages import DriverHeartbeat, RequestId
 from adloco_jax.elastic.objects import Memory
 from adloco_jax.elastic.store import JSON_LIMIT, from_json
@@ -24,9 +34,19 @@ _MOST_STREAMS = 32  # of a connection at a time
 _MOST_CONNECTIONS = 4  # of a learner; the oldest is closed
 _MOST_STRANGERS = 64  # connections that have not said the secret yet
 _MOST_LEARNERS = 512  # connections of learners
+_MOST_NOTED = 1000  # kinds of refusals that are told and remembered
+_TELL_S = 60.0  # from one line about strangers to the next
+_CLOSING_S = 1.0  # for an answer to arrive before its connection is closed
 _SHARED = re.compile(
     r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors"
     r"|files/[0-9a-f]{64}/(hashes|\d{1,7})"
+)
+# What the owner of a place may do, by part, without writing anything.
+_WITHOUT_BYTES = (
+    ("requests", "get"),
+    ("learners", "get"),
+    ("learners", "delete"),
+    ("responses", "delete"),
 )
 _PLACED = re.compile(
     r"(?P<part>learners|requests|responses)/(?P<generation>\d{1,10})/"
@@ -36,30 +56,34 @@ _PLACED = re.compile(
 
 
 def _place_of(name: str) -> tuple[RequestId, str] | None:
-    """Return whose place the name of an object is, and its part; None if it is no such name."""
-    found = _PLACED.fullmatch(name)
-    if found is None:
+    """Return the place to which an object's name belongs, and its part.
+
+    None: it is no name of a place's object. There is one name for each object: others, such as
+    "00-0" for "0-0", are none.
+    """
+    match = _PLACED.fullmatch(name)
+    if match is None:
         return None
-    part = found["part"]
+    part = match["part"]
     place = RequestId(
-        generation=int(found["generation"]),
-        learner=int(found["learner"]),
-        incarnation=int(found["incarnation"]),
+        generation=int(match["generation"]),
+        learner=int(match["learner"]),
+        incarnation=int(match["incarnation"]),
     )
     if part == "learners":
         usual = place.heartbeat_name()
     else:
-        usual = place.of(int(found["request"] or 0)).name(part)
-    return (place, part) if name == usual else None  # others, such as 00-0, lie nowhere
-
-
-_MOST_NOTED = 1000  # kinds of refusals that are told and remembered
+        usual = place.of(int(match["request"] or 0)).name(part)
+    if name != usual:
+        return None
+    return place, part
 
 
 class _Turned(Exception):
     """A request that is not done: the answer to give."""
 
-    def __init__(self, status: Any, why: str = ""):
+    def __init__(self, status: Status, why: str = ""):
+        """Store the answer; `why` is told to the learner."""
         super().__init__(why)
         self.answer = Answer(status=status, why=why)
 
@@ -76,24 +100,33 @@ class Server:
         most_bytes: int,
         own_id: str = "",
     ):
-        """Serve objects to whoever knows the secret, or to those of `members` who do.
+        """Serve objects to learners; `accept` lets them in.
 
-        A response may have `most_bytes`; `own_id` is of the learner on this computer.
+        Args:
+          objects: The objects of the run, which the driver reads and writes too.
+          secret: The run's secret, which a learner must know.
+          members: Ids of the learners that are let in; empty: all that know the secret.
+          most_bytes: Largest size of a response in bytes.
+          own_id: Id of the learner on this computer; empty if there is none.
         """
-        self._own_id = own_id
-        self._objects, self._secret, self._members = objects, secret, members
+        self._objects = objects
+        self._secret = secret
+        self._members = members
         self._most_bytes = most_bytes
+        self._own_id = own_id
         self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
         self._connections: dict[str, list[Any]] = {}  # by the id of the learner
-        self._num_strangers = 0
-        self._noted: set[tuple[str, ...]] = set()  # what was refused, to tell it once
-        self._turned_away, self._told_s = 0, -1e9  # strangers, and when this was said
+        self._num_strangers = 0  # connections that have not said the secret yet
+        self._noted: set[tuple[str, str]] = set()  # what was refused to whom, to tell it once
+        self._turned_away = 0  # strangers that were not let in
+        self._told_s = -math.inf  # when this was last said
 
     def owner(self, place: RequestId) -> str:
-        """Return the first letters of the id of the learner in a place; empty if it is free."""
+        """Return the name of the learner in a place, for messages; empty if the place is free."""
         return self._name(self._owners.get(place.of(0), ""))
 
     def _name(self, peer: str) -> str:
+        """Return how messages name a learner: by the first letters of its id."""
         return "this computer" if peer == self._own_id else peer[:8]
 
     @property
@@ -102,8 +135,14 @@ class Server:
         return sum(len(each) for each in self._connections.values())
 
     async def accept(self, endpoint: Any) -> None:
-        """Accept connections until the endpoint is closed."""
-        while (incoming := await endpoint.accept_next()) is not None:
+        """Accept connections to an endpoint of iroh until it is closed.
+
+        More than the most are refused at once.
+        """
+        while True:
+            incoming = await endpoint.accept_next()
+            if incoming is None:
+                return
             if self._num_strangers >= _MOST_STRANGERS or self.num_connections >= _MOST_LEARNERS:
                 with contextlib.suppress(OSError), direct.connection_errors():  # it has gone
                     await incoming.refuse()
@@ -111,7 +150,10 @@ class Server:
             asyncio.ensure_future(self._serve(incoming))
 
     async def _serve(self, incoming: Any) -> None:
-        """Let a learner in, and answer its requests as long as it is connected."""
+        """Let a learner in, and answer its requests as long as it is connected.
+
+        `incoming` is a connection of iroh that is not accepted yet.
+        """
         connection = None
         self._num_strangers += 1
         try:
@@ -128,9 +170,10 @@ class Server:
             return
         if not is_let_in:
             self._turn_away()
-            await asyncio.sleep(1.0)  # for the answer to arrive
+            await asyncio.sleep(_CLOSING_S)
             connection.close(1, b"not let in")
             return
+
         peer = str(connection.remote_id())
         mine = self._connections.setdefault(peer, [])
         mine.append(connection)
@@ -146,7 +189,7 @@ class Server:
                 del self._connections[peer]
 
     async def _greet(self, connection: Any) -> bool:
-        """Read the first message; return whether it lets the learner in."""
+        """Read the first message of a connection, answer it, and return whether to let it in."""
         stream = await connection.accept_bi()
         hello = await read_message(stream.recv(), Question)
         peer = str(connection.remote_id())
@@ -163,7 +206,7 @@ class Server:
     def _turn_away(self) -> None:
         """Count who was not let in, and say so, once a minute."""
         self._turned_away += 1
-        if time.monotonic() > self._told_s + 60:
+        if time.monotonic() > self._told_s + _TELL_S:
             self._told_s = time.monotonic()
             say(f"turned away without the run's secret, or silent: {self._turned_away} so far")
 
@@ -179,6 +222,7 @@ class Server:
             await asyncio.sleep(direct.LOOK_S)
 
     async def _answer_all(self, connection: Any, peer: str) -> None:
+        """Answer each stream of a connection, until it is closed; a stream has one request."""
         num_open = 0
 
         async def answer(stream: Any) -> None:
@@ -207,7 +251,10 @@ class Server:
             asyncio.ensure_future(answer(stream))
 
     async def _answer(self, stream: Any, peer: str) -> None:
-        """Do what a learner asks in a stream, if it may."""
+        """Do what a learner asks in a stream, if it may, and answer.
+
+        `stream` is one of iroh, with a sending and a receiving end.
+        """
         recv = stream.recv()
         question = await asyncio.wait_for(read_message(recv, Question), _HELLO_S)
         data = b""
@@ -225,67 +272,81 @@ class Server:
         await direct.send_message(stream.send(), answer, data)
 
     def _note(self, peer: str, what: str) -> None:
-        """Say what a learner did that it may not, once for each kind."""
-        kind = peer, re.sub(r"\d+", "", what)
+        """Say what a learner did that it may not, once for each kind, whatever its numbers are."""
+        kind = (peer, re.sub(r"\d+", "", what))
         if kind in self._noted or len(self._noted) >= _MOST_NOTED:
             return
         self._noted.add(kind)
         say(f"learner {self._name(peer)} {what}")
 
     def _limit(self, question: Question, peer: str) -> int:
-        """Return how many bytes a learner may write by a request; raise if it may not do it."""
-        do, name = question.do, question.name
+        """Return how many bytes a learner may write by a request.
+
+        Raises `_Turned`, with the answer to give, if the learner may not do it.
+        """
+        do = question.do
+        name = question.name
         if do in ("hello", "look") or (do == "get" and _SHARED.fullmatch(name)):
             return 0
         found = _place_of(name)
         if found is None:
             raise _Turned("refused", "not its place")
         place, part = found
+
+        # A free place is taken by its heartbeat.
         owner = self._owners.get(place)
         if do == "create" and part == "learners":
             is_taken = owner is not None and self._objects.get(name) is not None
             if is_taken or not self._is_free(place):
                 raise _Turned("there")
             return JSON_LIMIT
+
+        # All else is for the owner of the place.
         if owner is None:  # of a driver before this one
             raise _Turned("gone")
         if owner != peer and (part, do) == ("learners", "get"):
             raise _Turned("gone")  # it has tried to take the place, too
         if owner != peer:
             raise _Turned("refused", "not its place")
+
         if part == "responses" and do == "put":
             if self._objects.get(name.replace("responses/", "requests/")) is None:
                 raise _Turned("gone")
             return self._most_bytes
         if part == "learners" and do == "put":
             return JSON_LIMIT
-        if (part, do) in (("requests", "get"), ("learners", "get"), ("learners", "delete")):
-            return 0
-        if (part, do) == ("responses", "delete"):
+        if (part, do) in _WITHOUT_BYTES:
             return 0
         raise _Turned("refused", "not its place")
 
     def _is_free(self, place: RequestId) -> bool:
-        """Whether the driver waits for a learner in a place."""
+        """Whether the driver's heartbeat says that it waits for a learner in a place."""
         name = f"driver/{place.generation}.json"
-        if (found := self._objects.get(name)) is None:
+        stored = self._objects.get(name)
+        if stored is None:
             return False
-        heartbeat = from_json(b"".join(found[1]), name, DriverHeartbeat)
+        _, pieces = stored
+        heartbeat = from_json(b"".join(pieces), name, DriverHeartbeat)
         return any(each.is_free and each.id.of(0) == place for each in heartbeat.learners)
 
     def _do(self, question: Question, body: bytes, peer: str) -> tuple[Answer, bytes]:
+        """Do what a learner may do (`_limit`); return the answer, and the bytes that follow it.
+
+        `body` has the bytes to write. A "hello" or "look" only wants an answer.
+        """
         name = question.name
         if question.do == "get":
-            if (found := self._objects.get(name)) is None:
+            stored = self._objects.get(name)
+            if stored is None:
                 return Answer(status="missing"), b""
-            size, pieces = found
+            size, pieces = stored
             return Answer(status="done", size=size), b"".join(pieces)
         if question.do == "create":
             if not self._objects.create(name, body):
                 return Answer(status="there"), b""
-            found = _place_of(name)
-            assert found is not None, "only places are created"
-            place, _ = found
+            placed = _place_of(name)
+            assert placed is not None, "only places are created"
+            place, _ = placed
             self._owners[place] = peer
         elif question.do == "put":
             self._objects.put(name, body)
