@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, validate
-from adloco_jax.core.types import Ensemble, LossFn, described
+from adloco_jax.core.types import Ensemble, LossFn, array_summary
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.memory import Mode
@@ -72,7 +72,7 @@ class Result:
     def __repr__(self) -> str:
         return (
             f"Result({str(self.workdir)!r}, loss {self.loss:.4f}, round {self.state.control.round},"
-            f" params: {described(self.params)})"
+            f" params: {array_summary(self.params)})"
         )
 
     @property

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,20 @@ from adloco_jax.core.types import LossFn, at_least_float32, is_key, trainable, w
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
     """Make a loss function of the floating-point parameters that returns (loss, aux).
 
-    Without `has_aux`, aux is None; with it, its arrays are cast to at least float32. While tracing,
-    a loss that is not one number raises ValueError.
+    The result is called `loss(values, batch)`, with `values` from `core.types.trainable`, and
+    perhaps with `key=` or `tap_B=`. It takes all other leaves from `params`. Without `has_aux`, aux
+    is None; with it, its arrays are cast to at least float32. While tracing, a loss that is not one
+    number raises ValueError.
     """
 
     def loss_of(values, batch, **keywords):  # `key` and `tap_B`, which only some losses take
         returned = loss_fn(with_trainable(params, values), batch, **keywords)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
-        loss, aux = returned, None
         if has_aux and is_pair:
             loss, aux = returned
+        else:
+            loss = returned
+            aux = None
         shape = jax.tree.map(jnp.shape, loss)  # of a tree, a tree of shapes
         if shape != () or (has_aux and not is_pair):
             expected = "a pair (loss, aux) whose loss is one number" if has_aux else "one number"
@@ -48,14 +52,21 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """If a loss takes `key`, bind a fixed one: values then differ only by params and data."""
+    """Return a loss without the parameter `key`: a fixed key is bound, if `loss_fn` takes one.
+
+    Values of the loss then differ only by parameters and data.
+    """
     if not takes(loss_fn, "key"):
         return loss_fn
     return functools.partial(loss_fn, key=jax.random.key(0))
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
-    """Derive a key for each element of the broadcast `numbers`, by folding all of them in."""
+    """Derive a key for each element of arrays that are broadcast to one shape.
+
+    Folded into `key` is the element of the first array, then that of the second, and so on. The
+    keys have the broadcast shape.
+    """
 
     def fold_in_all(*element_numbers):
         element_key = key
@@ -71,7 +82,12 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """Check that leaves start with [T, R, B], or [S, R, A*B] if accumulated; return T or S."""
+    """Return the number of micro-batches, or of updates, of a batch; raise ValueError if unfit.
+
+    Leaves are [T, R, B, ...], of which T is returned. If `num_accum_steps`, A, is given, they are
+    [S, R, A*B, ...], and S is returned. R must be `num_workers`. `name` is the argument's, for the
+    message.
+    """
     if num_accum_steps is None:
         length_axis, examples_axis, num_parts = "T", "B", 1
     else:
@@ -89,8 +105,13 @@ def checked_batch_length(
     )
 
 
-def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
-    """Convert weights or learning rates to float32 of the given shape, else raise ValueError."""
+def checked_factors(
+    name: str, values: Array | np.ndarray | Sequence[float] | None, shape: tuple[int, ...]
+) -> Array | None:
+    """Return weights or learning rates as float32; raise ValueError if their shape is another.
+
+    None, for factors that are all 1, stays None. `name` is the argument's, for the message.
+    """
     if values is None:
         return None
     array = jnp.asarray(values, jnp.float32)
@@ -128,14 +149,24 @@ def checked_update(
     *,
     refused: tuple[type, ...],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the `update` function of `tx`, unless `state` has a node of a class in `refused`.
+    """Return the `update` function of an optax transformation whose state fits; else raise.
 
-    An outer update would not change parameters that an optimizer's state holds. ValueError too if
-    `tx` makes another state of `params_X`, leaves [X, ...]. `update` ignores extra arguments that
-    `tx` does not take.
+    Args:
+      name: The argument's name, for messages.
+      tx: The transformation.
+      state: Its stacked states, leaves [X, ...], of which the structure is checked.
+      params_X: The parameters that it updates, leaves [X, ...].
+      refused: Classes of states that hold parameters, which an outer update would not change.
+
+    Returns:
+      `update(gradients, state, params) -> (updates, state)`, which ignores other keywords.
+
+    Raises:
+      ValueError: If `state` has a node of a class in `refused`, or is no state of `tx`.
     """
 
     def keeps_params(node):
+        """Return whether a node of the state is of a refused class."""
         if not isinstance(node, refused):
             return False
         # SAM in its opaque mode holds no copy between updates.

@@ -62,11 +62,21 @@ def inner_product_test(
 ) -> Scalar:
     """Compute the smallest batch per worker that is likely to give a descent direction.
 
-    `stats` must have inner products, of at least four examples per worker; with fewer, mode
-    `unbiased` gives NaN. `vartheta`, > 0, is the allowed ratio of the standard deviation of
-    <averaged gradient, G> to |G|^2. Mode `paper` takes the sample variance of <g_j, mean gradient>,
-    which is biased low. While tracing, missing inner products are not refused: they give NaN, or 0
-    in mode `paper`. Other arguments and the result are those of `norm_test`.
+    Args:
+      stats: Statistics with inner products, of at least four examples per worker; with fewer, mode
+        `unbiased` gives NaN.
+      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
+      num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
+      mode: Estimates of |G|^2 (see `norm_test`) and of the variance. `unbiased`: from independent
+        thirds of the examples. `paper`: the sample variance of <g_j, mean gradient>, biased low.
+      batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
+
+    Returns:
+      Requested sequences per worker, before rounding and limits.
+
+    Raises:
+      ValueError: If `stats` has no inner products. While tracing they are not refused, but give
+        NaN, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
       only with the scaling errors of the reference code (docs/algorithm.md, section 2).
@@ -89,8 +99,19 @@ def augmented_inner_product_test(
     """Compute the smallest batch that passes `inner_product_test` and bounds the orthogonal noise.
 
     In high dimension nearly all noise is orthogonal to the gradient, so the request is nearly that
-    of the norm test with eta = nu. `nu`, > 0, is the allowed ratio of the orthogonal noise (root
-    mean square) to |G|; `inner_product_test` describes the other arguments, results and errors.
+    of the norm test with eta = nu.
+
+    Args:
+      stats: Statistics with inner products, of at least four examples per worker; with fewer, mode
+        `unbiased` gives NaN.
+      vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
+      nu: Allowed ratio of the orthogonal noise (root mean square) to |G|, > 0.
+      num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
+      mode: Estimates of |G|^2 and of the variance, as in `inner_product_test`.
+      batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
+
+    Returns:
+      Requested sequences per worker, before rounding and limits: the larger of both requests.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -100,10 +121,12 @@ def augmented_inner_product_test(
         orthogonal = stats.plugin_orth_sum / stats.noise_weight
     else:
         orthogonal = stats.noise_sum / stats.noise_weight - _ip_variance(stats, mode) / signal
+
     inner_product = inner_product_test(
         stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
     )
-    return _maximum(inner_product, orthogonal / (num_workers * nu**2 * signal))
+    orthogonal_request = orthogonal / (num_workers * nu**2 * signal)
+    return _maximum(inner_product, orthogonal_request)
 
 
 def _require_positive(name: str, threshold: float) -> None:
@@ -118,10 +141,10 @@ def constant(*, batch_size: int) -> int:
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """Return the sequences per worker of the last entry in `schedule` that has begun.
+    """Return the sequences per worker at a round, counted from 0, of a schedule.
 
-    Entries are (first round, sequences per worker). ValueError unless they start at round 0 and
-    increase.
+    Entries are (first round, sequences per worker); the last that has begun holds. Raises
+    ValueError unless first rounds start at 0 and increase.
     """
     rounds = [first for first, _ in schedule]
     is_increasing = sorted(set(rounds)) == rounds
@@ -136,15 +159,16 @@ class BatchTest(NamedTuple):
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`, before rounding and limits.
 
-    Its keywords, of which it ignores others by `**_`: `eta`, `vartheta`, `nu`, `num_workers`,
-    `mode`, `batch_size` (as in the tests below), `round_index` (completed rounds), `schedule`
-    (`batching.ramp`).
+    It is called with the keywords `eta`, `vartheta`, `nu`, `num_workers`, `mode` and `batch_size`
+    (as in the tests above), `round_index` (completed rounds) and `schedule` (as in `ramp`). It
+    names those that it uses, and takes all others as `**_`.
     """
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
     """What `request` reads. With "nothing", `stats` is None and the result is not limited."""
 
 
-# The entries of the table. Each hands a test those keywords of `BatchTest.request` that it has.
+# The entries of the table, each a `BatchTest.request`: it names the keywords that its test needs,
+# and ignores the others (`**_`).
 
 
 def _request_norm(stats, *, eta, num_workers, mode, batch_size, **_):
@@ -228,7 +252,7 @@ def switch_mode(
     return BatchPlan(max_batch_size, num_accum_steps)
 
 
-def _positive_whole(name: str, value) -> int:
+def _positive_whole(name: str, value: int | np.integer) -> int:
     """Return a positive whole number of any integer type as int, else raise ValueError."""
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
@@ -238,8 +262,14 @@ def _positive_whole(name: str, value) -> int:
     return operator.index(value)
 
 
-def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None):
-    """Estimate |G|^2, the squared norm of the true gradient, as `norm_test` says of `mode`."""
+def _signal(
+    stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None
+) -> Scalar:
+    """Estimate |G|^2, the squared norm of the true gradient, in units of `stats.scale`.
+
+    `unbiased`: unbiased, but at least 1e-3 of the noise. `paper`: the squared norm of the mean
+    gradient on the trainer's own batch, which includes noise.
+    """
     noise = stats.noise_sum / stats.noise_weight
     signal = stats.signal_sum / stats.signal_weight
     if mode == "unbiased":
@@ -251,8 +281,11 @@ def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: 
     raise ValueError(f"mode={mode!r}: expected unbiased or paper")
 
 
-def _ip_variance(stats: GradientStats, mode: TestMode):
-    """Estimate the variance of <g_j, mean gradient>; ValueError if it was not measured."""
+def _ip_variance(stats: GradientStats, mode: TestMode) -> Scalar:
+    """Estimate the variance of <g_j, mean gradient>, in units of the square of `stats.scale`.
+
+    Raises ValueError if it was not measured, unless `stats` are traced.
+    """
     fields = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in fields):
         # By the identity S = V_ip / |mean|^2 + V_o, the measured plug-in sums are not both zero if
@@ -277,15 +310,19 @@ def _maximum(a, b):
 
 
 def fixed(*, steps_per_round: int, **_: object) -> int:
-    """Return `steps_per_round`, in inner steps: every round has the same length."""
+    """Return `steps_per_round`, in inner steps: every round has the same length.
+
+    `**_` takes the other keywords of a rule in `ROUND_LENGTHS`, of which this rule needs none.
+    """
     return steps_per_round
 
 
 ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
 """Rules for the length of a round by name, for the option `inner.round_length`.
 
-`rule(*, ...) -> steps` returns the inner steps of a trainer's next round. Its keywords, of which it
-ignores others by `**_`: `steps_per_round`, `max_steps_per_round`, `warmup_updates` (config group
-`inner`), `next_rate` (learning rate of the round's first update), `updates` (the trainer's inner
-updates so far), `round_index` (completed rounds), `share_done` (fraction of the run).
+`rule(*, ...) -> steps` returns the inner steps of a trainer's next round. It is called with the
+keywords `steps_per_round`, `max_steps_per_round`, `warmup_updates` (config group `inner`),
+`next_rate` (learning rate of the round's first update), `updates` (the trainer's inner updates so
+far), `round_index` (completed rounds) and `share_done` (fraction of the run). It names those that
+it uses, and takes all others as `**_`.
 """

@@ -87,8 +87,10 @@ def inner_steps(
     shape_TR = (num_micro_batches, num_workers)
     learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
     checked_key("key_TRB", key_TRB, loss_fn)
+
     # For each micro-batch, whether it ends an update and how many gradients are then in the sum.
-    num_grads, accumulation_T = workers.num_grads, None
+    num_grads = workers.num_grads
+    accumulation_T = None
     if update_T is not None:
         if num_grads is None:
             raise ValueError("update_T: expected workers from start_round(..., accumulate=True)")
@@ -103,6 +105,7 @@ def inner_steps(
     step = functools.partial(_step, value_and_grad, transform)
 
     def run_worker(carry, inputs_T):
+        """Train one worker on its T micro-batches; return its carry and what `_step` measured."""
         examples_T, learning_rate_T = inputs_T
         return lax.scan(step, carry, (examples_T, learning_rate_T, accumulation_T))
 
@@ -127,7 +130,11 @@ def inner_steps(
 def _value_and_grad(
     loss_fn: LossFn, has_aux: bool, params: PyTree, inputs_B: tuple[PyTree, Array | None]
 ) -> tuple[tuple[Array, PyTree], PyTree]:
-    """Compute the loss of some examples and its gradient; return ((loss, aux), gradient)."""
+    """Compute the loss of some examples and its gradient.
+
+    `inputs_B` has the examples, leaves [B, ...], and a random key for each, or None if the loss
+    takes no key. The loss receives the first one. Returns ((loss, auxiliary output), gradient).
+    """
     batch_B, key_B = inputs_B
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
     value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
@@ -139,10 +146,16 @@ def _value_and_grad(
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
     """Process one micro-batch of one worker, as the body of a `lax.scan` over micro-batches.
 
-    `carry` is the worker: parameters, inner state, sum of gradients, whether the losses in it are
-    finite. `step` is the micro-batch: examples with their keys, learning rate, and either None or
-    (whether it ends an update, the number of gradients in the sum). Returns the carry and
-    (loss, whether the update was skipped, auxiliary output).
+    Args:
+      value_and_grad: `value_and_grad(params, inputs_B) -> ((loss, aux), gradient)`.
+      transform: The `update` function of the inner optimizer.
+      carry: The worker: parameters, inner state, sum of the update's gradients so far, and whether
+        the losses of these gradients are finite. The last two are None without accumulation.
+      step: The micro-batch: examples with their keys, learning rate (None means 1), and None or, if
+        gradients are accumulated, (whether it ends an update, number of gradients in the sum).
+
+    Returns:
+      The carry after the micro-batch, and (loss, whether the update was skipped, auxiliary output).
     """
     params, state, grad_sum, is_finite = carry
     inputs_B, learning_rate, accumulation = step
@@ -152,6 +165,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
             transform, (params, state), grads, jnp.isfinite(loss), learning_rate
         )
         return (params, state, grad_sum, is_finite), (loss, skipped, aux)
+
     ends_update, count = accumulation
     grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
     is_finite &= jnp.isfinite(loss)
@@ -180,9 +194,15 @@ def _update(
 ) -> tuple[PyTree, PyTree, Array]:
     """Apply an update of the inner optimizer, unless the loss or the gradient is not finite.
 
-    `before` has the parameters and the inner state, `is_finite` says it of the loss, and
-    `transform` is the optimizer's `update`. Returns both after the update, and whether it was
-    skipped.
+    Args:
+      transform: The `update` function of the optimizer.
+      before: The worker's parameters and inner state.
+      grads: The gradient, like the trainable parameters.
+      is_finite: Whether the loss is finite, bool [].
+      learning_rate: Factor on the update, []; None means 1.
+
+    Returns:
+      The parameters and the inner state after the update, and whether it was skipped.
     """
     params, state = before
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
@@ -210,7 +230,12 @@ def _update(
 def _in_passes(
     value_and_grad: Callable, limit: int | None, params: PyTree, inputs_B: PyTree
 ) -> PyTree:
-    """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples."""
+    """Compute the loss and the gradient of a micro-batch in passes of at most `limit` examples.
+
+    `value_and_grad(params, inputs_B) -> ((loss, aux), gradient)` is called for each pass, and the
+    result is the mean of its results. Passes are equally long, so the longest length that divides
+    B is chosen. `limit` None: one pass. Leaves of `inputs_B` are [B, ...].
+    """
     num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
     largest = min(limit or num_examples, num_examples)
     size = max(n for n in range(1, largest + 1) if num_examples % n == 0)
@@ -220,6 +245,7 @@ def _in_passes(
     passes_B = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
 
     def add_pass(total, inputs_B):
+        """Add the results of one pass to their sum; the body of a `lax.scan`."""
         return jax.tree.map(jnp.add, total, value_and_grad(params, inputs_B)), None
 
     first_pass = jax.tree.map(lambda leaf: leaf[0], passes_B)
@@ -232,9 +258,10 @@ def _in_passes(
 def _map_workers(
     run: Callable, carry_R: PyTree, inputs_R: PyTree, *, sequential: bool
 ) -> tuple[PyTree, PyTree]:
-    """Call `run(carry, inputs) -> (carry, outputs)` for each worker.
+    """Call `run(carry, inputs) -> (carry, outputs)` for each worker; return both, leaves [R, ...].
 
-    The carry of a scan updates workers in place; `lax.map` would hold all in memory twice.
+    Leaves of `carry_R` and `inputs_R` are [R, ...]. Workers run at once, or with `sequential` one
+    after another, in a scan that updates them in place; `lax.map` would hold all in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     if num_workers == 1:
@@ -253,7 +280,12 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Count the gradients in the sum: after the last micro-batch, and with each one, int32 [T]."""
+    """Count the gradients of the current update.
+
+    `num_grads`, int32 [], are in the sum before the first micro-batch; `update_T` is true where a
+    micro-batch ends an update. Returns how many are in the sum after the last micro-batch, int32
+    [], and how many at each one, itself included, int32 [T].
+    """
 
     def count(num_grads, ends_update):
         num_grads += 1
@@ -275,9 +307,14 @@ def adamw(
     decay: str = "all",
     label_params: Callable[[PyTree], PyTree] = label_by_name,
 ) -> optax.GradientTransformation:
-    """Make AdamW with learning rate 1; `decay="matrices"` spares labels that end with "other"."""
+    """Make AdamW with learning rate 1.
 
-    def decays(params):  # a tree of booleans
+    With `decay="all"` all parameters decay. With `decay="matrices"` those do whose label does not
+    end with "other"; `label_params(params)` returns a tree with each leaf's label.
+    """
+
+    def decays(params):
+        """Return a tree of booleans: whether a leaf decays."""
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
 
     return optax.adamw(

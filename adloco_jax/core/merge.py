@@ -1,4 +1,8 @@
-"""Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3)."""
+"""Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3).
+
+Trainers that merge are members of the merge; the first, the representative, remains. Array names
+end with n where the first axis counts members. Other letters are those of `core.types`.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 from adloco_jax.core.types import (
@@ -65,7 +69,7 @@ MERGE_POLICIES: dict[str, MergePolicy] = {
 
 
 def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
-    """Sort the positions of trainers by their requests; of equal ones the lower comes first."""
+    """Return all positions, by the requests of their trainers; of equal ones the lower first."""
     return sorted(range(len(trainers)), key=lambda m: (trainers[m].requested_batch_size, m))
 
 
@@ -83,6 +87,11 @@ def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
     """Choose `width` trainers to merge (all, if there are fewer) by a policy of `MERGE_POLICIES`.
+
+    Args:
+      requested_batch_sizes: Each trainer's requested batch, in sequences per worker.
+      policy: Name of the policy; it knows neither losses nor ages of these trainers.
+      width: Number of trainers that become one.
 
     Returns:
       Positions, the representative first, the others in stack order; of equal requests the lower
@@ -106,13 +115,21 @@ def merge(
     weighted means over the members (the paper's weights are the requested batch sizes), in float32,
     or float64 for float64 arrays; values equal in all members do not change. A member is masked out
     if its weight is not positive and finite, or if it has a value that is not finite and not the
-    same in all. If no finite member has a usable weight, all finite ones count equally; if no
-    member is finite, the representative does not change.
+    same in all. If no finite member has a positive finite weight, all finite ones count equally; if
+    no member is finite, the representative does not change.
 
     The workers of the other members join the representative, after its own and in the order of
     `members` (`reassign` can move them), with the mean inner state of its workers; if it is masked
     out, the first member that is not gives this state. Workers with their own parameters start at
     the merged ones: call `outer_update` before, or their unsynchronised updates are lost.
+
+    Args:
+      ensemble: Trainers and workers between two rounds.
+      members: Positions of the trainers that merge, the representative's first.
+      weights: Relative weights of the members, in their order.
+
+    Returns:
+      The remaining trainers in their order, with as many workers in all as before.
 
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, section 4).
@@ -124,18 +141,13 @@ def merge(
             f"members={chosen.tolist()} with weights of shape {weights_n.shape}: expected at least"
             " two members and one weight for each"
         )
-    representative, absorbed = chosen[0], chosen[1:]
+    representative = chosen[0]
+    absorbed = chosen[1:]
     survivors = [m for m in range(ensemble.num_trainers) if m not in absorbed]
 
     # Who is masked out, and the others' shares.
     stacked = (ensemble.params_M, ensemble.outer_state_M, ensemble.average_M)
-    finite_n = jnp.ones(len(chosen), bool)
-    for leaf in jax.tree.leaves(stacked):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            member_n = leaf[chosen].reshape(len(chosen), -1)
-            # An infinite value that all members share does no harm.
-            is_equal = jnp.all(member_n == member_n[:1], axis=0, keepdims=True)
-            finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
+    finite_n = _finite_members(stacked, chosen)
     share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)  # the first member that is not masked out
 
@@ -145,7 +157,8 @@ def merge(
             return leaf_M[np.array(survivors)]
         # Average differences from one member, so that equal members are reproduced exactly.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
-        base, zeros_n = member_n[origin], jnp.zeros_like(member_n)
+        base = member_n[origin]
+        zeros_n = jnp.zeros_like(member_n)
         difference_n = jnp.where(member_n == base[None], zeros_n, member_n - base[None])
         difference_n = where_leading(usable_n, difference_n, zeros_n)
         mean = base + jnp.tensordot(share_n, difference_n, 1, precision="highest")
@@ -166,7 +179,8 @@ def merge(
         sizes=tuple(len(own) for own in workers),
     )
 
-    # The trainer whose workers keep their inner states: normally the representative.
+    # The trainer, among the members, whose workers keep their inner states: normally the
+    # representative. The workers of the other members take the mean of these states.
     heir = jnp.asarray(chosen)[origin]
     source = np.concatenate(workers)
     trainer_R = of_workers(ensemble.sizes)[source]
@@ -178,11 +192,27 @@ def merge(
     )
 
 
-def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
-    """Move workers between trainers, until these have as many as `sizes` says.
+def _finite_members(stacked: PyTree, chosen: np.ndarray) -> Array:
+    """Return for each of the trainers at the positions `chosen` whether it is finite, bool [n].
 
-    A trainer keeps its first workers, with their inner states. The rest join trainers that lack
-    some (`move_workers`); workers that nobody lacks retire, and missing ones are new.
+    Leaves of `stacked` are [M, ...]. A trainer is not finite if one of its values is infinite or
+    NaN. An infinity that all chosen trainers have in the same place does no harm.
+    """
+    finite_n = jnp.ones(len(chosen), bool)
+    for leaf in jax.tree.leaves(stacked):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            member_n = leaf[chosen].reshape(len(chosen), -1)
+            is_equal = jnp.all(member_n == member_n[:1], axis=0, keepdims=True)
+            finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
+    return finite_n
+
+
+def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
+    """Move workers between trainers, until trainer m has `sizes[m]` of them.
+
+    A trainer keeps its first workers, with their inner states. Its other workers join trainers that
+    have too few (`move_workers`). Workers that no trainer needs are dropped; if there are too few,
+    new ones are added.
 
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
@@ -199,14 +229,15 @@ def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
 
 @on_any_mesh(like_ensemble)
 def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemble:
-    """Give each trainer the listed workers, by their present positions; -1 is a new worker.
+    """Give trainer m the workers at the positions `workers[m]`; -1 is a new worker.
 
+    Positions are those in arrays [R, ...] of `ensemble`; a worker that is not listed is dropped.
     A worker that joins a trainer takes the mean inner state of the workers that were there (see
     `moved_states`), and the trainer's parameters if workers have their own.
     """
     sizes = tuple(len(own) for own in workers)
     listed = np.concatenate(workers).astype(np.int64)
-    source = np.maximum(listed, 0)  # of a new worker, which takes nothing from there, any
+    source = np.maximum(listed, 0)  # a new worker takes nothing from its source: any will do
     trainer_R = of_workers(sizes)
     stays_R = (listed >= 0) & (of_workers(ensemble.sizes)[source] == trainer_R)
     after = ensemble.replace(sizes=sizes)
@@ -236,9 +267,11 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 
 
 def divide_workers(workers: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
-    """Divide the trainers' workers into lists of these sizes.
+    """Return lists of workers, of the given sizes, for all trainers.
 
-    Each trainer keeps its first ones. The rest, in ascending order, go to trainers that lack some.
+    `workers[m]` are the positions of trainer m's present workers, in ascending order. A trainer
+    keeps its first ones. The rest, in ascending order, go to the trainers that have too few, one
+    trainer after another. A list is shorter than its size if there are not enough workers.
     """
     kept: list[list[int]] = []
     free: list[int] = []
@@ -274,7 +307,8 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
     shares = [max(1, b * num_workers // total) for b in requested]
 
-    def shortfall(i):  # how far a trainer is below its share; of equal ones the lower position
+    def shortfall(i):
+        """Return how far trainer i is below its exact share, to sort by; then lower positions."""
         return requested[i] * num_workers - shares[i] * total, -i
 
     while sum(shares) < num_workers:

@@ -21,45 +21,49 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
     with automatic axes, and only its results' shardings are prescribed, where they divide evenly.
 
     Args:
-      shardings: `shardings(whole, result, *args, **kwargs)` returns a prefix of the result's tree,
-        such as `replicated` below. `whole` is the replicated sharding, `result` has shapes and
-        dtypes, and the function's arguments have shardings in place of arrays.
+      shardings: `shardings(whole, result, *args, **kwargs)` returns a tree of shardings that is a
+        prefix of the result's tree. `replicated` below is an example. `whole` is the replicated
+        sharding, `result` has shapes and dtypes, and the function's arguments, which follow, have
+        shardings in place of arrays.
     """
 
     def decorate(function):
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args, **kwargs):  # the arguments of any decorated function
             leaves, structure = jax.tree.flatten((args, kwargs))
-            array_shardings = {
-                i: jax.typeof(leaf).sharding
-                for i, leaf in enumerate(leaves)
-                if isinstance(leaf, Array | np.ndarray)
-            }
+            array_shardings = {}  # by the position of an array in `leaves`
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Array | np.ndarray):
+                    array_shardings[i] = jax.typeof(leaf).sharding
             mesh = _explicit_mesh(array_shardings.values())
             if mesh is None:
                 return function(*args, **kwargs)
             arrays = [jnp.asarray(leaves[i]) for i in array_shardings]
 
             def call_with(*arrays):
+                """Call the function with these arrays in place of its own."""
                 values = list(leaves)
                 for i, array in zip(array_shardings, arrays, strict=True):
                     values[i] = array
                 args, kwargs = structure.unflatten(values)
                 return function(*args, **kwargs)
 
+            # The shapes of the results, computed as on a mesh whose axes are all automatic.
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
             automatic = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
             with jax.sharding.use_abstract_mesh(automatic):
                 result = jax.eval_shape(call_with, *shapes)
 
-            in_place_of_arrays = list(leaves)
+            # The results' shardings, from the arguments with shardings in place of arrays.
+            sharding_leaves = list(leaves)
             for i, sharding in array_shardings.items():
-                in_place_of_arrays[i] = NamedSharding(mesh, sharding.spec)
-            sharding_args, sharding_kwargs = structure.unflatten(in_place_of_arrays)
+                sharding_leaves[i] = NamedSharding(mesh, sharding.spec)
+            sharding_args, sharding_kwargs = structure.unflatten(sharding_leaves)
             whole = NamedSharding(mesh, P())
             prefix = shardings(whole, result, *sharding_args, **sharding_kwargs)
             wanted = jax.tree.broadcast(prefix, result)
             out_sharding = jax.tree.map(_where_even, wanted, result)
+
             # Use `jit`: otherwise a result that depends on no argument is on one device only.
             return jax.jit(jax.sharding.auto_axes(call_with, out_sharding=out_sharding))(*arrays)
 
@@ -69,7 +73,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
-    """Return the first mesh that has an explicit axis."""
+    """Return the first mesh that has an explicit axis; None if there is none."""
     for sharding in shardings:
         mesh: Any = sharding.mesh  # that of a type is abstract
         if AxisType.Explicit in mesh.axis_types:
@@ -78,26 +82,34 @@ def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
 
 
 def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Drop the mesh axes that do not divide the dimension which they shard."""
+    """Return `sharding` without the mesh axes that do not divide the dimension they shard.
+
+    `result` has the shape of the array. `sharding` may name fewer or more dimensions.
+    """
     spec = []
     for dim, axes in zip(result.shape, sharding.spec, strict=False):
-        names = (axes,) if isinstance(axes, str) else axes or ()
+        if axes is None:  # the dimension is replicated
+            names = ()
+        elif isinstance(axes, str):
+            names = (axes,)
+        else:
+            names = axes
         num_shards = math.prod(sharding.mesh.shape[name] for name in names)
         spec.append(axes if dim % num_shards == 0 else None)
     return NamedSharding(sharding.mesh, P(*spec))
 
 
-# For `on_any_mesh`: where the results of a function are. The arguments of the function, of which
-# only the first matters, are ignored.
+# For `on_any_mesh`: the shardings of a function's results. Of the function's arguments at most the
+# first matters; `*_` and `**__` take the others, which differ from function to function.
 
 
 def replicated(whole: NamedSharding, result: PyTree, *_: Any, **__: Any) -> PyTree:
-    """Replicate all results."""
+    """Return the replicated sharding for all results."""
     return whole
 
 
 def like_argument(whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any):
-    """Shard the result like the function's first argument, which has the same tree."""
+    """Return the shardings of the function's first argument, which has the result's tree."""
     return argument
 
 
@@ -105,7 +117,8 @@ def like_argument_and_replicated(
     whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any
 ) -> PyTree:
     """Shard the first result like the function's first argument, and replicate the others."""
-    return (argument, *[whole] * (len(result) - 1))
+    others = [whole] * (len(result) - 1)
+    return (argument, *others)
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):

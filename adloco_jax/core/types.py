@@ -53,7 +53,7 @@ class Ensemble(struct.PyTreeNode):
     def __repr__(self) -> str:
         return (
             f"Ensemble({self.num_trainers} trainers, {self.num_workers} workers,"
-            f" params_M: {described(self.params_M)})"
+            f" params_M: {array_summary(self.params_M)})"
         )
 
     @property
@@ -120,7 +120,7 @@ class GradientStats(struct.PyTreeNode):
 
     def __repr__(self) -> str:
         if isinstance(self.scale, jax.core.Tracer) or np.shape(self.scale) != ():
-            return f"GradientStats({described(self.scale)} in each field)"
+            return f"GradientStats({array_summary(self.scale)} in each field)"
         return (
             f"GradientStats(num_examples={float(self.num_examples):.4g},"
             f" noise={float(self.noise):.4g}, signal={float(self.signal):.4g})"
@@ -128,8 +128,8 @@ class GradientStats(struct.PyTreeNode):
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
         """Return the same statistics with the sums in units of another scale."""
-        is_zero = scale == 0
-        ratio = self.scale / (scale + is_zero)  # 0 if both scales are 0
+        divisor = scale + (scale == 0)  # 1 for a scale of 0
+        ratio = self.scale / divisor  # 0 if both scales are 0
         return self.replace(
             scale=scale,
             noise_sum=self.noise_sum * ratio,
@@ -150,13 +150,15 @@ class GradientStats(struct.PyTreeNode):
         return self.scale * (self.signal_sum / self.signal_weight)
 
 
-def described(tree: PyTree) -> str:
+def array_summary(tree: PyTree) -> str:
     """Describe a tree of arrays in a few words: how many numbers, of which types."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     if len(leaves) == 1:
-        return f"{dtypes}{list(leaves[0].shape)}"
-    return f"{sum(leaf.size for leaf in leaves):,} numbers, {dtypes}, in {len(leaves)} arrays"
+        shape = list(leaves[0].shape)
+        return f"{dtypes}{shape}"
+    num_numbers = sum(leaf.size for leaf in leaves)
+    return f"{num_numbers:,} numbers, {dtypes}, in {len(leaves)} arrays"
 
 
 class BatchPlan(NamedTuple):
@@ -167,9 +169,9 @@ class BatchPlan(NamedTuple):
 
 
 def trainable(params: PyTree) -> PyTree:
-    """Replace all but floating-point leaves by None.
+    """Return `params` with None in place of the leaves that are not floating-point.
 
-    ValueError if there is none, or one is complex.
+    Raises ValueError if there is no floating-point leaf, or if a leaf is complex.
     """
 
     def select(leaf):
@@ -198,6 +200,7 @@ def without_state(params: PyTree) -> PyTree:
     """
 
     def flax_classes(node):
+        """Return the names of the classes of Flax that the node is an instance of."""
         classes = type(node).__mro__
         return {kind.__name__ for kind in classes if kind.__module__.startswith("flax.")}
 
@@ -241,35 +244,46 @@ _PATTERNS = {
 def label_by_name(
     params: PyTree, known: Callable[[tuple, Array], str | None] = lambda path, leaf: None
 ) -> PyTree:
-    """Label parameters: "embedding" and "head" by their names, other leaves with two axes "matrix".
+    """Return a tree with a label for each leaf of `params`.
 
-    Norms, biases and leaves with fewer axes are "other". `known(path, leaf)` may label a leaf
-    before; None leaves it to its name. Raises ValueError if a leaf has more axes, which may count
-    layers, or if it may be an embedding or the head: there is no embedding, or it has the shape of
-    one.
+    "embedding", "head" and "other" (norms and biases) follow from names in a leaf's path. Of the
+    other leaves those with two axes are "matrix", and those with fewer are "other". A leaf that
+    `known(path, leaf)` labels keeps this label; where it returns None, the rules above decide.
+
+    Raises:
+      ValueError: If a leaf without such a name has more than two axes, which may count layers. Also
+        if it may be an embedding or the head: no leaf is labelled as an embedding, or it has the
+        shape of one.
     """
 
     def path_name(path):
         return jax.tree_util.keystr(path, simple=True, separator="/")
 
     def label_one(path, leaf):
+        """Return the leaf's label; "" if its name tells none and it has two or more axes."""
         label = known(path, leaf)
         if label:
             return label
-        names = [re.sub(r"(?<=\w)_?\d+$", "", part) for part in path_name(path).lower().split("/")]
+        parts = path_name(path).lower().split("/")
+        # Without the number at the end of a name, as in norm_2.
+        names = [re.sub(r"(?<=\w)_?\d+$", "", part) for part in parts]
         for label, pattern in _PATTERNS.items():
             if any(re.fullmatch(pattern, name) for name in names):
                 return label
-        return "other" if leaf.ndim < 2 else ""  # "": a matrix, if it has no embedding's shape
+        return "other" if leaf.ndim < 2 else ""
 
     labels = jax.tree.map_with_path(label_one, params)
-    named = list(zip(jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True))
+    labelled_leaves = list(
+        zip(jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True)
+    )
+
+    # A leaf without a label is a matrix, unless it may be an embedding or the head.
     embedding_shapes = set()
-    for (_, leaf), label in named:
+    for (_, leaf), label in labelled_leaves:
         if label.endswith("embedding"):
             embedding_shapes |= {leaf.shape, leaf.shape[::-1]}
     unclear = []
-    for (path, leaf), label in named:
+    for (path, leaf), label in labelled_leaves:
         is_matrix = leaf.ndim == 2 and embedding_shapes and leaf.shape not in embedding_shapes
         if not label and not is_matrix:
             unclear.append(f"{path_name(path)} {list(leaf.shape)}")
@@ -297,10 +311,15 @@ def is_key(leaf: Array) -> bool:
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast leaves to the dtypes of `like`, which an optax update may widen; not PRNG keys."""
-    return jax.tree.map(
-        lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
-    )
+    """Return `tree` with the leaves' dtypes of `like`, which an optax update may have widened.
+
+    Both have the same structure. PRNG keys stay as they are.
+    """
+
+    def cast(leaf, old):
+        return leaf if is_key(old) else leaf.astype(old.dtype)
+
+    return jax.tree.map(cast, tree, like)
 
 
 def init(
@@ -346,6 +365,8 @@ def init(
         )
 
     def stack(tree, size):
+        """Return a tree of leaves [size, ...], all copies of those of `tree`."""
+
         def copies(leaf):
             leaf = jnp.asarray(leaf)
             if not is_key(leaf):  # a weak type would make the second round compile again
@@ -433,13 +454,22 @@ def of_workers(sizes: Sequence[int]) -> np.ndarray:
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
-def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, sizes: Sequence[int]):
-    """Call `function(tree_W)` on the workers of each trainer; return the results, leaves [M, ...].
+def map_trainers(
+    function: Callable[[PyTree], PyTree], tree_R: PyTree, sizes: Sequence[int]
+) -> PyTree:
+    """Call a function on the workers of each trainer; return the stacked results [M, ...].
 
     Neighbours with equally many workers share one `vmap`: no padding, and memory grows with R.
+
+    Args:
+      function: Called with a tree like `tree_R`, but with leaves [W, ...], one trainer's workers.
+      tree_R: Leaves [R, ...], one trainer's workers after another.
+      sizes: Number of each trainer's workers [M].
     """
 
     def call_on_neighbours(first, num_trainers, size):
+        """Call the function on trainers with `size` workers each, from worker `first` on."""
+
         def split(leaf_R):
             leaf = leaf_R[first : first + num_trainers * size]
             return leaf.reshape(num_trainers, size, *leaf.shape[1:])
@@ -471,6 +501,8 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
     An entry counts if it is usable and its weight is positive and finite. If there is no such
     entry, all usable entries count equally. If no entry is usable, all shares are zero.
+
+    `weights_X` and the shares are float32 [X]; `usable_X` and which entries count are bool [X].
     """
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
@@ -496,13 +528,15 @@ def norms(tree_X: PyTree) -> Array:
     Not finite if a value is not. The derivative of a zero norm is zero.
     """
     leaves_X = _as_float32(tree_X)
-    # The squares are of values in units of the largest one.
+    # The largest absolute value at each index, or 1 if that is zero or not finite.
     peak_X_of_leaves = [
         jnp.max(jnp.abs(leaf_X), axis=tuple(range(1, leaf_X.ndim)), initial=0.0)
         for leaf_X in leaves_X
     ]
     peak_X = lax.stop_gradient(functools.reduce(jnp.maximum, peak_X_of_leaves))
     peak_X = jnp.where((peak_X > 0) & jnp.isfinite(peak_X), peak_X, 1.0)
+
+    # Square values in units of the largest one, and multiply the root by it again.
     square_X = sum(
         _sum_entries(jnp.square(leaf_X / peak_X.reshape((-1,) + (1,) * (leaf_X.ndim - 1))))
         for leaf_X in leaves_X
@@ -531,11 +565,17 @@ def moved_states(
 
     A worker that moves takes the mean state of the workers that its new trainer had: whole numbers
     such as Adam's count are rounded, values equal in all do not change, and a PRNG key is the first
-    worker's. `source`, `stays_R` and `trainer_R` give, for each worker of the result, its old
-    position in the pool, whether it stays, and the old position of its new trainer.
+    worker's.
+
+    Args:
+      ensemble: The trainers and workers before the move.
+      source: For each worker of the result, its old position in the pool, int64.
+      stays_R: For each worker of the result, whether it stays with its trainer.
+      trainer_R: For each worker of the result, the old position of its new trainer.
     """
 
     def join(leaf_W):
+        """Return the state of a worker that joins those of a trainer, leaf_W [W, ...]."""
         if is_key(leaf_W):
             return leaf_W[0]
         mean = jnp.mean(leaf_W.astype(at_least_float32(leaf_W.dtype)), axis=0)
