@@ -23,11 +23,18 @@ def muon(
     """Make the inner optimizer Muon for matrices of hidden layers, with AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled; with `decay="matrices"`,
-    AdamW does not decay leaves whose label ends with "other". `label_params` returns a tree of
-    labels: "matrix" for a leaf [in, out], "stacked_matrix" for [layers, in, out]; AdamW updates all
-    others.
-    `init` and `update` raise ValueError if no leaf is a matrix.
+    and multiplied by sqrt(fan_out / fan_in). The learning rate is 1.
+
+    Args:
+      beta1: Decay of the momentum, in Muon and in AdamW.
+      beta2: Decay of AdamW's second moments.
+      weight_decay: Decoupled weight decay, of Muon and of AdamW.
+      decay: "all", or "matrices": AdamW then spares leaves whose label ends with "other".
+      label_params: Returns a tree of labels for parameters: "matrix" for a leaf [in, out],
+        "stacked_matrix" for [layers, in, out]; AdamW updates leaves of all other labels.
+
+    Returns:
+      The transformation; its `init` and `update` raise ValueError if no leaf is a matrix.
 
     Source: MuLoCo (arXiv 2505.23725), with the Newton-Schulz steps of optax. The factor of
       `optax.contrib.muon` is at least 1, while MuLoCo's may be smaller.
@@ -37,6 +44,7 @@ def muon(
         return label if label in ("matrix", "stacked_matrix") else "other"
 
     def partition_labels(params):
+        """Label each leaf by the transformation that updates it, as `optax.partition` wants."""
         labels = jax.tree.map(matrix_or_other, label_params(params))
         if set(jax.tree.leaves(labels)) == {"other"}:
             raise ValueError(
@@ -45,10 +53,12 @@ def muon(
             )
         return labels
 
-    def by_shape(updates, _):  # times sqrt(fan_out / fan_in)
+    def by_shape(updates, _):
+        """Multiply each matrix [..., fan_in, fan_out] by sqrt(fan_out / fan_in)."""
         return jax.tree.map(lambda u: u * math.sqrt(u.shape[-1] / u.shape[-2]), updates)
 
     def last_two_axes(updates):
+        """Say of each leaf which axes are the matrix's: the last two, input and output."""
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
 
     of_matrices = optax.chain(

@@ -32,8 +32,9 @@ from adloco_jax.core.types import (
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:
     """Take one fragment, 0 to F - 1, out of a tree of parameters with leaves [X, ...].
 
-    A divided axis has ceil(n / F) entries, with zeros as padding. A leaf that is not divided is
-    whole in fragment 0, and zero in all others. One program serves every `fragment`.
+    In the result a divided axis of n entries has ceil(n / F), with zeros as padding. A leaf that is
+    not divided is whole in fragment 0, and zero in all others. As `fragment` may be traced, one
+    program serves every fragment.
     """
     if num_fragments == 1:
         return tree_X
@@ -52,7 +53,11 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
-    """Write the entries of one fragment back into a tree: the inverse of `take_fragment`."""
+    """Write the entries of one fragment back into a tree: the inverse of `take_fragment`.
+
+    `tree_X` is the whole tree, `part_X` the fragment in the shape that `take_fragment` returns. The
+    result is the whole tree, in which only the fragment's entries have changed.
+    """
     if num_fragments == 1:
         return part_X
 
@@ -88,18 +93,26 @@ def outer_update_fragment(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Synchronise one fragment of the parameters: apply `outer_update` to its entries.
 
-    Trainers in `ensemble` have the fragment as it was last synchronised; `sent_R`, from
-    `take_fragment`, is that of the workers at the time of sending. Other entries, in parameters and
-    outer state, do not change, nor do the workers (see `receive_fragment`). Updates made after
-    sending do not enter, so a compiler can overlap them. State of `outer_tx` that belongs to no
-    single parameter, such as a count, is updated with every fragment. The last fragment ends the
-    round.
+    Other entries, in parameters and outer state, do not change, nor do the workers (see
+    `receive_fragment`). Updates made after sending do not enter, so a compiler can overlap them.
+    State of `outer_tx` that belongs to no single parameter, such as a count, is updated with every
+    fragment. The last fragment ends the round.
 
-    - `keep`: applied to the fragment of the trainers' parameters. If these are replicated, pass a
-      constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
-    - `all_gather`: applied to the trainers' packed updates [M, ...], or with float32 to the
-      fragment's new parameters.
-    - `weights_R`, `aggregate` and `reduce_scatter` are those of `outer_update`.
+    Args:
+      ensemble: Trainers, which have the fragment as it was last synchronised.
+      sent_R: The workers' fragment at the time of sending, from `take_fragment`.
+      fragment: Position of the fragment, 0 to F - 1.
+      num_fragments: F.
+      outer_tx: Transformation of a trainer's pseudo-gradient.
+      precision: Format in which workers send differences and receive the outer update.
+      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
+      aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
+      keep: Applied to the fragment of the trainers' parameters. If these are replicated, pass a
+        constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
+      reduce_scatter: Applied to the packed differences and to whether each worker is usable, leaves
+        [R, ...], before the aggregation.
+      all_gather: Applied to the trainers' packed updates [M, ...], or with float32 to the
+        fragment's new parameters.
 
     Returns:
       The ensemble, and the L2 norm of each trainer's pseudo-gradient over the fragment; NaN if it
@@ -163,7 +176,8 @@ def receive_fragment(
 ) -> Workers:
     """Copy a synchronised fragment from each trainer to its workers, or mix it with theirs.
 
-    `mixing`, 0 to 1, is the share of a worker's own entries, or 0 if these are not finite.
+    Only `sizes` and `params_M` of `ensemble` are read. `mixing`, 0 to 1, is the share of a worker's
+    own entries in the mixture; a worker whose own entries are not finite takes the trainer's alone.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -207,20 +221,33 @@ def fragment_steps(
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
-    `steps` is `inner_steps` with its loss and transformation bound, `inputs_T` its arguments after
-    the workers, leaves [T, ...]. The fragment is sent `delay` micro-batches, 0 to T - 1, before it
-    arrives; a compiler can overlap these with the synchronisation. The workers' inner states are
-    not read from `ensemble`. The other keywords are those of `outer_update_fragment`, and `mixing`
-    is that of `receive_fragment`.
+    Args:
+      ensemble: Trainers; the inner states in it are not read.
+      workers: The workers before the inner steps.
+      inputs_T: A tuple of the arguments of `steps` after the workers, leaves [T, ...].
+      fragment: Position of the fragment, 0 to F - 1.
+      steps: `steps(workers, *inputs) -> (workers, *measured)`: `inner_steps` with its loss and
+        transformation bound. Leaves of `measured` are [T, ...].
+      num_fragments: F.
+      outer_tx: Transformation of a trainer's pseudo-gradient.
+      aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
+      precision: Format in which workers send differences and receive the outer update.
+      delay: Number of micro-batches, 0 to T - 1, from the sending of the fragment to its arrival. A
+        compiler can overlap them with the synchronisation.
+      mixing: Share, 0 to 1, of a worker's own entries when the fragment arrives.
+      keep: Applied to the fragment of the trainers' parameters (see `outer_update_fragment`).
+      reduce_scatter: Applied to the packed differences and to whether each worker is usable.
+      all_gather: Applied to the packed updates, or with float32 to the new parameters.
 
     Returns:
-      The ensemble; the workers; what `steps` measured for each micro-batch; and the norm of each
-      trainer's pseudo-gradient over the fragment.
+      The ensemble; the workers; the list of what `steps` measured for each micro-batch, leaves
+      [T, ...]; and the L2 norm of each trainer's pseudo-gradient over the fragment.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
 
     def advance(workers, micro_batches):
+        """Run the inner steps on the micro-batches of a slice of T."""
         inputs = jax.tree.map(lambda leaf: leaf[micro_batches], inputs_T)
         return steps(workers, *inputs)
 
@@ -257,11 +284,18 @@ def flush_workers(
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> Ensemble:
-    """Set every trainer and its workers, with parameters of their own, to the workers' mean.
+    """Set every trainer and its workers to the mean of the workers' own parameters.
 
-    Momentum and the count of rounds do not change. The keywords are those of `outer_update`.
+    `ensemble` must have `params_R`. Momentum and the count of rounds do not change.
+
+    Args:
+      ensemble: Trainers and workers between two rounds.
+      precision: Format in which workers send differences and receive the mean.
+      reduce_scatter: Applied to the packed differences and to whether each worker is usable.
+      all_gather: Applied to the packed updates [M, ...]; not called with float32.
     """
-    averaging = optax.sgd(1.0)  # minus the mean difference: the mean of the workers
+    # A trainer minus the mean of its differences from the workers is the mean of the workers.
+    averaging = optax.sgd(1.0)
     bare = ensemble.replace(outer_state_M=jax.vmap(averaging.init)(trainable(ensemble.params_M)))
     after, _ = outer_update(
         bare,
@@ -275,9 +309,9 @@ def flush_workers(
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Return which arrays of an optimizer state follow the parameters: booleans, in its tree.
+    """Return a tree like `state` that says which arrays have the parameters' tree, in booleans.
 
-    Momentum follows them, for example, and a count of updates does not.
+    Momentum is true, for example, and a count of updates is false. `state` is one of `tx`.
     """
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False
@@ -293,7 +327,10 @@ def _axis(leaf_X: Array, num_fragments: int) -> int | None:
 
 
 def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
-    """Reshape the divided axis, n, to (ceil(n / F), F): the second index is the fragment."""
+    """Reshape the divided axis from n to (ceil(n / F), F), padded with zeros at its end.
+
+    The second of both axes is the fragment: entry i of the axis goes to [i // F, i % F].
+    """
     rows = math.ceil(leaf_X.shape[axis] / num_fragments)
     missing = rows * num_fragments - leaf_X.shape[axis]
     if missing:

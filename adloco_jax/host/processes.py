@@ -44,9 +44,12 @@ def connect(
     """Connect this process with the others; JAX must not have been used before.
 
     Give `coordinator` (HOST:PORT of process 0), `num_processes` and `process_id`, or none of them:
-    JAX then asks the launcher (Slurm, Open MPI, Kubernetes). Raises ConfigError if arguments are
-    contradictory or missing, ResourceError if connecting fails; after `timeout_s` seconds the
-    process exits with ResourceError's code.
+    JAX then asks the launcher (Slurm, Open MPI, Kubernetes). After `timeout_s` seconds the process
+    exits with ResourceError's code.
+
+    Raises:
+      ConfigError: If arguments are contradictory or missing.
+      ResourceError: If connecting fails.
     """
     if num_processes is not None and not 0 <= (process_id or 0) < num_processes:
         raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
@@ -54,8 +57,12 @@ def connect(
         _check_port(coordinator)
     # JAX's preemption service would handle SIGTERM. Here SIGTERM makes a run save and stop.
     jax.config.update("jax_enable_preemption_service", False)
-    whose = "" if process_id is None else f"process {process_id} of {num_processes}: "
-    failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
+
+    failure = "not all processes connected"
+    if process_id is not None:
+        failure = f"process {process_id} of {num_processes}: {failure}"
+    if coordinator:
+        failure += f" at {coordinator}"
 
     def give_up():
         # JAX's wait cannot be interrupted, and its own limit aborts with a stack trace.
@@ -75,26 +82,29 @@ def connect(
             f" Kubernetes); give --coordinator, --num_processes, --process_id ({error})"
         ) from error
     except RuntimeError as error:
-        raise ResourceError(f"{failure} ({' '.join(str(error).split())[:300]})") from error
+        reason = " ".join(str(error).split())  # JAX's message, of several lines, as one
+        raise ResourceError(f"{failure} ({reason[:300]})") from error
     finally:
         timer.cancel()
 
 
 def _check_port(coordinator: str) -> None:
-    """Check that the coordinator's port is free, because JAX would abort the process if not."""
+    """Raise ConfigError unless the port in HOST:PORT is free; JAX would abort the process."""
+    _, _, port = coordinator.rpartition(":")
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", int(coordinator.rpartition(":")[2])))
+            probe.bind(("", int(port)))
     except (OSError, OverflowError, ValueError) as error:
         need = "need HOST:PORT, with a free port"
         raise ConfigError(f"--coordinator={coordinator}: {error}; {need}") from error
 
 
 def leave_accelerator() -> None:
-    """Let this process compute on the CPU, as a learner on this computer has the accelerator.
+    """Let this process compute on the CPU, because a learner on this computer has the accelerator.
 
-    Raises ConfigError if the process uses the accelerator already.
+    A learner is a process that trains for an elastic run. Raises ConfigError if this process uses
+    the accelerator already.
     """
     if not jax._src.xla_bridge.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
@@ -119,14 +129,17 @@ def only_first_prints() -> Iterator[None]:
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """Collect plain JSON from each process, in their order; all must call this.
+    """Return every process's value, which is plain JSON, in the processes' order.
 
-    Two threads of a process must use different names.
+    All processes must call this, equally often for each `name`, and they wait for each other. Two
+    threads of a process must use different names.
     """
     if jax.process_count() == 1:
         return [value]
+    client = _client()
+    me = jax.process_index()
     _num_sent[name] += 1
-    client, number, me = _client(), _num_sent[name], jax.process_index()
+    number = _num_sent[name]  # of this exchange, among those of the name
     client.key_value_set(f"{name} ({number})/{me}", json.dumps(value))
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
@@ -153,27 +166,47 @@ def run_on_all(
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
-    """Run a function in every process; if it fails in one of them, raise an error in all.
+    """Run a function in every process and return its result; if it fails in one, raise in all.
 
-    Otherwise the others would wait forever. `act` must not exchange anything itself. A process
-    where it succeeded raises `elsewhere`, or the class of the error, with the message of the first
-    that failed.
+    Otherwise the others would wait forever. All processes must call this.
+
+    Args:
+      act: The function, which must not exchange anything itself.
+      name: Name of the exchange; two threads of a process must use different names.
+      faults: Classes of errors that are exchanged; others end this process alone.
+      elsewhere: Class of the error in processes where `act` succeeded. None: the class in `errors`
+        of the first error, for which `faults` must be errors of that module.
+
+    Raises:
+      Exception: The error of `act`, where it failed. Elsewhere one of the class `elsewhere`, with
+        the message of the first process that failed.
     """
+    outcome = None
+    fault = None
+    report = None  # of a fault: the name of its class, and its message
     try:
-        outcome, fault = act(), None
+        outcome = act()
     except faults as error:
-        outcome, fault = None, error
-    # Of a subclass that another module defines, the class in `errors`.
-    kinds = (kind.__name__ for kind in type(fault).__mro__ if hasattr(errors, kind.__name__))
-    report = None if fault is None else [next(kinds, ""), str(fault) or repr(fault)]
+        fault = error
+        report = [_public_class(error), str(error) or repr(error)]
+
     reports = gather(report, name)
     if fault is not None:
         raise fault
     for number, other in enumerate(reports):
         if other is not None:
-            kind, message = other
-            raise (elsewhere or getattr(errors, kind))(f"process {number}: {message}")
+            class_name, message = other
+            error_class = elsewhere or getattr(errors, class_name)
+            raise error_class(f"process {number}: {message}")
     return cast(T, outcome)
+
+
+def _public_class(error: Exception) -> str:
+    """Return the name of the error's class in `errors`, or of its nearest base there; else ""."""
+    for error_class in type(error).__mro__:
+        if hasattr(errors, error_class.__name__):
+            return error_class.__name__
+    return ""
 
 
 def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
@@ -224,6 +257,7 @@ def ending_together() -> contextlib.AbstractContextManager[None]:
     """End this process with exit code 5 if another calls `end_others` in the `with` block."""
 
     def look() -> None:
+        """End this process if another has reported a failure."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process has failed
             index, message = json.loads(_client().key_value_try_get("failure"))
             if index != jax.process_index():
@@ -236,10 +270,10 @@ def ending_together() -> contextlib.AbstractContextManager[None]:
 
 
 def all_end() -> bool:
-    """Wait up to 10 s for the others to end too; if they do not, skip the shutdown of JAX.
+    """Wait up to 10 s for the other processes to end too; return whether all have.
 
-    At exit JAX waits five minutes for processes that may wait for this one, then aborts all of
-    them.
+    If not, the caller must end this process without JAX's shutdown (`os._exit`): at exit JAX waits
+    five minutes for processes that may wait for this one, then aborts all of them.
     """
     if jax._src.distributed.global_state.client is None:
         return True
@@ -254,17 +288,23 @@ def all_end() -> bool:
 
 
 def _client():
+    """Return the client of JAX's coordinator; `connect` must have been called before."""
     client = jax._src.distributed.global_state.client  # no public name; Orbax relies on it too
     assert client is not None
     return client
 
 
 def require_equal(what: dict[str, str], advice: str) -> None:
-    """Raise ConfigError, ending with `advice`, in every process if named values differ."""
-    first, *others = gather(dict(what))
+    """Raise ConfigError, ending with `advice`, in every process if named values differ.
+
+    `what` has this process's values by their names. All processes must call this.
+    """
+    values_of_processes = gather(dict(what))
+    first = values_of_processes[0]
     lines = []
-    for number, values in enumerate(others, start=1):
-        if differing := [name for name in what if values.get(name) != first.get(name)]:
+    for number, values in enumerate(values_of_processes):
+        differing = [name for name in what if values.get(name) != first.get(name)]
+        if differing:
             lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
     if lines:
         raise ConfigError("\n".join([*lines, advice]))
@@ -279,7 +319,7 @@ def is_asked_to_stop() -> bool:
 def stop_requests(what: str) -> Iterator[threading.Event]:
     """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
-    The first is answered with a line that says `what` happens.
+    The first is answered with a line on stderr, in which `what` tells what the process does then.
 
     Python's handlers wait for the main thread, which may be compiling for minutes, so a thread
     reads the pipe of signals. Outside the main thread no handler can be set, and signals act as
@@ -294,13 +334,15 @@ def stop_requests(what: str) -> Iterator[threading.Event]:
     os.set_blocking(writer, False)
 
     def watch():
+        """Read the signals' numbers, a byte each, until the pipe is closed."""
         while data := os.read(reader, 1):
-            if data[0] not in _SIGNALS:
+            number = data[0]
+            if number not in _SIGNALS:
                 continue
             if stop.is_set():
-                os._exit(128 + data[0])
+                os._exit(128 + number)  # the exit code of a process that a signal ended
             stop.set()
-            line = f"{signal.Signals(data[0]).name}: {what}; send it again to stop at once"
+            line = f"{signal.Signals(number).name}: {what}; send it again to stop at once"
             say(line, file=sys.stderr)
 
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}

@@ -10,6 +10,8 @@ from adloco_jax import __version__
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that may change the results of a run."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
-    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
-    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
+    version_of = {"adloco_jax": __version__, "python": platform.python_version()}
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy"):
+        distribution = name.replace(".", "-")  # orbax-checkpoint
+        version_of[name] = metadata.version(distribution)
+    return version_of
