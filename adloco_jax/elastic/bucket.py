@@ -69,6 +69,8 @@ from adloco_jax.settings import OPTIONS, Settings, change
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 # Settings that learners have from `run.json`, and that may not change either.
 _THEIRS = "engine.heartbeat_s", "engine.link"
+_LOOK_S = 0.02  # from one look at the results of threads to the next
+_CUT_OFF_S = 0.2  # from one look at whether the link works again to the next
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
 
 
@@ -395,18 +397,25 @@ class BucketTransport:
         self._sign_s = math.inf
 
     def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
-        """Write the heartbeat, with the state of each exchange; none follows the last one."""
+        """Write the driver's heartbeat, with the state of its exchange with each learner.
+
+        `has_ended` marks the last heartbeat; later ones are not written. `is_over` says in it that
+        the run is over, and learners need not wait for the next driver.
+        """
         with self._writing:
             if self._is_closed and not has_ended:
                 return
+            learners = []
+            for each in [*self._exchanges.values()]:  # a copy: other threads change the dict
+                is_free = each.heartbeat is None
+                learners.append(
+                    LearnerRequests(id=each.id, num_read=each.num_read, is_free=is_free)
+                )
             heartbeat = DriverHeartbeat(
                 adloco_jax=__version__,
                 start=self._store.signatures.start,
                 count=next(self._count),
-                learners=[
-                    LearnerRequests(id=e.id, num_read=e.num_read, is_free=e.heartbeat is None)
-                    for e in [*self._exchanges.values()]
-                ],
+                learners=learners,
                 is_over=is_over,
                 has_ended=has_ended,
             )
@@ -515,9 +524,9 @@ class BucketTransport:
             ended = {call: reply for call, reply in replies.items() if reply is not None}
             if ended or time.monotonic() >= until_s:
                 return ended
-            time.sleep(min(0.02, timeout_s))
+            time.sleep(min(_LOOK_S, timeout_s))
             while self._is_cut_off() and not (self._fault or processes.is_asked_to_stop()):
-                time.sleep(0.2)  # a driver that cannot see learners must not judge them
+                time.sleep(_CUT_OFF_S)  # a driver that cannot see learners must not judge them
 
     def _is_cut_off(self) -> bool:
         """Whether the link to the bucket seems not to work.
@@ -610,6 +619,7 @@ class BucketTransport:
         name = call.id.name("responses")
 
         def form_of(message: ResponseMessage) -> list[PyTree] | None:
+            """Return what the arrays of the response must look like; None: it must have none."""
             if message.id != call.id:
                 raise Refused(f"{name}: responds to another request")
             return None if message.error else call.form
@@ -634,7 +644,8 @@ class BucketTransport:
     def kill(self, handle: RequestId) -> None:
         """End the exchange with a learner, which leaves when it sees this."""
         exchange = self._exchanges.pop(handle.learner)
-        left = [handle.heartbeat_name()]  # names of objects
+        left = [handle.heartbeat_name()]  # names of objects to delete
+        # Those of requests whose responses were read are deleted already.
         for request in range(exchange.num_read + 1, exchange.num_asked + 1):
             left.append(handle.of(request).name("requests"))
             left.append(handle.of(request).name("responses"))
@@ -648,6 +659,7 @@ class BucketTransport:
         """
 
         def end() -> None:
+            """Write the last heartbeat, and delete what learners read no more."""
             self._write_heartbeat(is_over=is_over, has_ended=True)
             _delete_rounds(self._store, self._generation)
 
@@ -656,7 +668,7 @@ class BucketTransport:
         until_s = math.inf  # without a signal
         ending = store.aside(self.act, end)
         while not ending.done() and time.monotonic() < until_s:
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
             if processes.is_asked_to_stop():
                 until_s = min(until_s, time.monotonic() + store.LAST_S)
         if self._fault is not None and not processes.is_asked_to_stop():

@@ -271,6 +271,7 @@ class BucketLearner:
         return self._silent_s() < self._heartbeat_s and not self.driver.has_ended
 
     def _silent_s(self) -> float:
+        """Return the seconds since the driver's newest heartbeat came."""
         return time.monotonic() - self._changed_s
 
     def _find_driver(self) -> bool:
@@ -427,6 +428,7 @@ class BucketLearner:
         name = request_id.name("requests")
 
         def form(message: RequestMessage) -> Inputs | None:
+            """Return what the arrays of the request must look like; None: it must have none."""
             if message.id != request_id:
                 raise Refused(f"{name}: another request")
             if message.request is None:

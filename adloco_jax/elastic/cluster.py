@@ -35,7 +35,6 @@ _ENVIRONMENT = {
     # By default Ray gives its workers niceness 15, so any other process would slow a round.
     "RAY_worker_niceness": "0",
 }
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
 
 
 class RayLearner(Learner):
@@ -116,7 +115,7 @@ def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), timeout=10).close()  # Ray tries for minutes
-        ray.init(address=address, **_QUIET)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except Exception as error:  # deliberately broad, because Ray raises many kinds
         raise ConfigError(
             f"engine.address = {address}: no Ray cluster there accepts this process"
@@ -147,7 +146,13 @@ def _start(num_learners: int, folder: str) -> None:
     try:
         with warnings.catch_warnings():  # about forks: harmless, as exec follows at once
             warnings.simplefilter("ignore", RuntimeWarning)
-            ray.init(address="local", num_cpus=num_learners, include_dashboard=False, **_QUIET)
+            ray.init(
+                address="local",
+                num_cpus=num_learners,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+            )
     except Exception as error:  # deliberately broad, because Ray raises many kinds
         cause = reason(error, 200)
         raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
@@ -213,7 +218,7 @@ class RayTransport:
         """
         gpus = self._ray.cluster_resources().get("GPU", 0)
         num_gpus = max(int(gpus // self._num_learners), 1) if gpus else 0
-        options: dict[str, Any] = {
+        options: dict[str, Any] = {  # Ray's types do not know all of them
             "num_cpus": 1,
             "num_gpus": num_gpus,
             "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost

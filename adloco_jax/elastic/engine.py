@@ -330,7 +330,7 @@ class ElasticEngine:
     def _record_change(
         self,
         trainer: int,
-        each: RoundRecord,
+        record: RoundRecord,
         worker_ids: Sequence[int],
         packed_updates: Sequence[PyTree],
     ) -> None:
@@ -339,9 +339,9 @@ class ElasticEngine:
         if packed_updates:  # below float32; then there is one
             update = jax.device_get(packed_updates[0])
         sender = None
-        if each.request.is_taken(self.spec) and not each.factors:
+        if record.request.is_taken(self.spec) and not record.factors:
             # The trainer has taken the parameters of its only worker, whose learner has them.
-            sender = each.senders[worker_ids[0]]
+            sender = record.senders[worker_ids[0]]
         self._params.change(trainer, update, sender)
 
     def _work_on(self, state: State) -> None:
@@ -397,17 +397,21 @@ class ElasticEngine:
         return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)
 
     def _may_begin(self, control: Control, trainer: int) -> bool:
-        """Whether a trainer may begin its next round before others have ended theirs."""
+        """Whether a trainer may begin its next round now, without waiting for others.
+
+        If trainers stay together, it waits for the slowest, whose rounds `control.round` counts.
+        Otherwise it waits only at the next merge, and at the end of the run.
+        """
         settings = self.settings
-        rounds = control.rounds_of(trainer)  # that it has ended
+        num_ended = control.rounds_of(trainer)
         if self._keeps_together():
-            return rounds == control.round
-        last = settings.last_round
+            return num_ended == control.round
+        last_round = settings.last_round
         if settings.merge.policy != "none" and len(control.trainers) > 1:
             every = settings.merge.every_rounds
-            next_merge = (control.round // every + 1) * every
-            last = min(next_merge, last)
-        return rounds < last
+            next_merge = (control.round // every + 1) * every  # after this round
+            last_round = min(next_merge, last_round)
+        return num_ended < last_round
 
     def _changes_now(self, control: Control) -> bool:
         """Whether the run is over, or trainers may merge or get workers before their next round."""
@@ -547,7 +551,7 @@ class ElasticEngine:
         learner.record_request(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
     def _outer_update(
-        self, ensemble: Ensemble, worker_ids: Sequence[int], each: RoundRecord
+        self, ensemble: Ensemble, worker_ids: Sequence[int], record: RoundRecord
     ) -> _OuterUpdate:
         """Apply the outer update to a trainer, from the differences that learners have sent.
 
@@ -555,48 +559,48 @@ class ElasticEngine:
         one response counts. A worker weighs as many sequences as it has read, one whose response
         does not count zero.
         """
-        some = next(iter(each.counted.values()))
+        some = next(iter(record.counted.values()))
         missing = jax.tree.map(np.zeros_like, some.differences)
         differences, weights = [], []
         for worker_id in worker_ids:
-            if worker_id in each.counted:
-                num_sequences = each.spent(worker_id).num_sequences
-                differences.append(each.counted[worker_id].differences)
+            if worker_id in record.counted:
+                num_sequences = record.spent(worker_id).num_sequences
+                differences.append(record.counted[worker_id].differences)
                 weights.append(num_sequences)
             else:
                 differences.append(missing)
                 weights.append(0)
         factor_R = None
-        if each.factors:  # otherwise nothing is multiplied
-            factor_R = np.array([each.factors.get(w, 1.0) for w in worker_ids], np.float32)
+        if record.factors:  # otherwise nothing is multiplied
+            factor_R = np.array([record.factors.get(w, 1.0) for w in worker_ids], np.float32)
         weights_R = np.array(weights, np.float32)
         return self._apply(ensemble, _concatenated(differences), weights_R, factor_R)
 
-    def _close(self, each: RoundRecord) -> None:
+    def _close(self, record: RoundRecord) -> None:
         """Record whose inner states count after a round that has ended, and its faults.
 
         The ledger gets a line for each late learner, and each clipped or rejected update.
         """
-        trainer = each.request.trainer
+        trainer = record.request.trainer
         self._failures.pop(trainer, None)
-        for worker_id in each.counted:
-            self._states.counted(worker_id, each.senders[worker_id])
+        for worker_id in record.counted:
+            self._states.counted(worker_id, record.senders[worker_id])
 
-        for number in sorted(each.awaited):
+        for number in sorted(record.awaited):
             self.pool.note(number, "late", "no response within the grace of the quorum", trainer)
-        for worker_id, factor in sorted(each.factors.items()):
-            norm = each.norms[worker_id]
+        for worker_id, factor in sorted(record.factors.items()):
+            norm = record.norms[worker_id]
             cause = (
                 f"worker {worker_id}: an update of norm {norm:.3g} counts as {factor * norm:.3g}"
             )
-            self.pool.note(each.senders[worker_id].number, "clipped", cause, trainer)
-        for worker_id in sorted(each.responses.keys() - each.counted.keys()):
-            cause = f"worker {worker_id}: an update of norm {each.norms[worker_id]:.3g}"
-            self.pool.note(each.senders[worker_id].number, "rejected", cause, trainer)
+            self.pool.note(record.senders[worker_id].number, "clipped", cause, trainer)
+        for worker_id in sorted(record.responses.keys() - record.counted.keys()):
+            cause = f"worker {worker_id}: an update of norm {record.norms[worker_id]:.3g}"
+            self.pool.note(record.senders[worker_id].number, "rejected", cause, trainer)
 
         # A worker without a usable update may have broken parameters or states in its learner.
-        for worker_id in each.responses.keys() - each.useful:
-            self._forget(each.senders[worker_id], trainer)
+        for worker_id in record.responses.keys() - record.useful:
+            self._forget(record.senders[worker_id], trainer)
 
     def _forget(self, learner: decisions.LearnerRecord, trainer: int) -> None:
         """Repair what a learner may have: its next request brings parameters and inner states."""

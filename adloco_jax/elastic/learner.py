@@ -258,10 +258,11 @@ class Learner:
         return responses
 
     def _present_params(self, request: Request, params: PyTree | None) -> PyTree:
-        """Return a trainer's parameters with axis M, from what the learner has and was sent.
+        """Return the parameters, with axis M, with which a trainer's round begins.
 
-        Those of the last round are forgotten. Raises Refused if the result has not the hash that
-        the request names. For the arguments see `run_round`.
+        They are `params`, if these are whole; those of the trainer's last round here, changed by
+        the packed update `params`; or, with None, those of the last round as they are. The last
+        round's are then forgotten. Raises Refused if the result has not the hash in the request.
         """
         params_M = self._params.pop(request.trainer, None)
         if params is not None and not request.is_update:
@@ -467,20 +468,26 @@ def pack_state(state: PyTree, precision: Precision) -> PyTree:
     differences. Second moments have bfloat16 at least: in int4 many would be zero, and updates
     huge.
     """
-    return jax.tree.map_with_path(
-        lambda path, x: pack(jnp.asarray(x)[None], _state_precision(path, precision)), state
-    )
+
+    def pack_leaf(path: tuple, leaf: np.ndarray) -> PyTree:
+        return pack(jnp.asarray(leaf)[None], _state_precision(path, precision))
+
+    return jax.tree.map_with_path(pack_leaf, state)
 
 
 def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
-    """Return the inner state, in NumPy, that `pack_state` has packed."""
+    """Return the inner state, in NumPy and without axis R, that `pack_state` has packed.
 
-    def leaf(path: tuple, want: jax.ShapeDtypeStruct, have: PyTree) -> jax.Array:
+    `spec` says what the state looks like, and in which precision its moments are.
+    """
+
+    def unpack_leaf(path: tuple, want: jax.ShapeDtypeStruct, packed_leaf: PyTree) -> jax.Array:
         like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)
-        return jnp.asarray(unpack(have, like, _state_precision(path, spec.outer.precision)))[0]
+        precision = _state_precision(path, spec.outer.precision)
+        return jnp.asarray(unpack(packed_leaf, like, precision))[0]
 
     form = jax.eval_shape(spec.inner_tx.init, spec.params)
-    return jax.device_get(jax.tree.map_with_path(leaf, form, packed))
+    return jax.device_get(jax.tree.map_with_path(unpack_leaf, form, packed))
 
 
 def state_form(spec: ProgramSpec) -> PyTree:

@@ -229,9 +229,9 @@ class LearnerPool:
     def up_s(self) -> float:
         """Return the seconds that learner processes have been up.
 
-        They begin with the request to start one or, if learners join by themselves, when it has
-        joined. Not counted is one that has not joined: it may be waiting for a node. If it ran, it
-        counts at its end.
+        A process is up from the request to start it; one that joins by itself, from when it has
+        joined. A process that has not joined is not counted yet, as it may be waiting for a node.
+        If it did run, it is counted when it ends.
         """
         now_s = time.monotonic()
         present = [each for each in self.learners.values() if each.joined]
@@ -312,7 +312,7 @@ class LearnerPool:
         if learner.owner:
             line["owner"] = learner.owner
             name += f" ({learner.owner})"
-        self._write("learner", **line)
+        self._write("learner", **line)  # an owner is written only where there is one
         if what in ("left", "lost"):
             what += f" ({counted(learner.num_responses, 'response')})"
         say(f"{name} {what}: {why}")

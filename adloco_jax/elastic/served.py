@@ -226,6 +226,7 @@ class Server:
         num_open = 0
 
         async def answer(stream: Any) -> None:
+            """Answer the request of a stream, or end the stream if there is none."""
             nonlocal num_open
             num_open += 1
             try:
@@ -266,7 +267,7 @@ class Server:
             answer, data = self._do(question, body, peer)
         except _Turned as turned:
             answer = turned.answer
-            await recv.stop(0)
+            await recv.stop(0)  # the learner need not send the rest
         if answer.status == "refused":
             self._note(peer, f"was refused to {question.do} {question.name}: {answer.why}")
         await direct.send_message(stream.send(), answer, data)

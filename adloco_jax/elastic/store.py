@@ -112,6 +112,7 @@ class Store:
         most_bytes = limit + NUM_BYTES  # with its signature
 
         def read(failures: int) -> bytearray | None:
+            """Read the object, with its signature, once; raise an error if that fails."""
             begin = functools.partial(self._objects.get, name)
             stored = self._try(begin, num_bytes=0, failures=failures)
             if stored is None:
@@ -198,6 +199,7 @@ class Store:
         put = functools.partial(self._objects.create, name, signed)
 
         def write(failures: int) -> bool:
+            """Write the object once; return whether this call of `create` has written it."""
             if self._try(put, num_bytes=len(signed), failures=failures):
                 return True
             try:
@@ -369,6 +371,7 @@ def from_json(data: bytes, name: str, kind: type[F]) -> F:
 
 
 def _sha256(message: Any) -> str:
+    """Return the hash of a message's content, as `Format.model_dump` returns it."""
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
