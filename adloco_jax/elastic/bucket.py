@@ -179,15 +179,18 @@ def driving(
     there.hold(setup.settings.engine.link)
     run = _description(there, setup, folder / "id")
     library = Library(setup.files if setup.settings.engine.serves else {})
+
+    # Take the run over, and say so.
     there.signatures.run = run.id
     there.signatures.start = uuid.uuid4().hex
     generation = next_generation(there, run.driver, heartbeat_s)
     offer(library)
     now = {"adloco_jax": __version__, "driver": generation, "files": library.files}
-    described = store.to_json(run.model_copy(update=now))
-    there.put("run.json", described)
-    # Read, so that it is equal to what is found later.
-    run = store.from_json(described, "run.json", RunDescription)
+    description = store.to_json(run.model_copy(update=now))
+    there.put("run.json", description)
+    # As it is read from JSON, it is equal to what `give_sign` reads later.
+    run = store.from_json(description, "run.json", RunDescription)
+
     transport = BucketTransport(there, run, setup, owner)
     _delete_rounds(there, generation)  # what a driver that was killed has left
     say(invitation)
@@ -424,8 +427,8 @@ class BucketTransport:
     def put(self, params: PyTree, kind: Hashable) -> tuple[str, int]:
         """Begin to write a trainer's parameters, or their update; return their name, and bytes.
 
-        `kind` says which these are. The object before of a kind stays, for learners that are late;
-        earlier ones are deleted.
+        `kind` says what they are, such as the update of trainer 0. Of each kind the last two
+        objects stay, as a late learner may still read the older one; others are deleted.
         """
         name = f"params/{self._generation}/{next(self._num_params)}.safetensors"
         names = self._params.get(kind, [])

@@ -314,7 +314,10 @@ class BucketLearner:
         self._changed_s = time.monotonic()
 
     def _resign(self) -> None:
-        """Take part no more; delete what was written after the driver had lost this learner."""
+        """Give the place up, if there is one; delete its heartbeat and its last response.
+
+        The driver has deleted the rest when it lost this learner, and may not have seen these.
+        """
         if self.handle is not None:
             with self._writing:
                 before = self.handle

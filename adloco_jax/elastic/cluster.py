@@ -190,7 +190,11 @@ class RayTransport:
     launches = moves_states = True
 
     def __init__(self, num_learners: int, setup: LearnerSetup | None):
-        """Store what learners are made of in the cluster, to which this process is connected."""
+        """Store the setup of learners in Ray's cluster, to which this process is connected.
+
+        The GPUs of the cluster are for `num_learners` learners. `setup` is None only where no
+        learner is started, as in tests.
+        """
         import ray
 
         self._ray = ray

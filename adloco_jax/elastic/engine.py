@@ -74,7 +74,12 @@ def _apply(
     precision: Precision,
     skip_single: bool,
 ) -> _OuterUpdate:
-    """Call `apply_differences`, and keep the packed update that trainers' machines would gather."""
+    """Apply the outer update to trainers, and return it in the form in which it can be sent too.
+
+    `ensemble` has the trainers before it. `differences` are those of all their workers, which
+    `weights_R` weighs in the mean, and `factor_R` multiplies (None: by 1). The keywords are those
+    of `core.outer.apply_differences`, which hands the packed update to `all_gather`.
+    """
     packed_updates: list[PyTree] = []
 
     def all_gather(packed_M: PyTree) -> PyTree:
@@ -262,9 +267,14 @@ class ElasticEngine:
         return ended
 
     def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
-        """Decide which responses count, and by which factor; remember the accepted norms."""
+        """Decide which responses count, and by which factor (`RoundRecord.judge`).
+
+        `self._norms` gets the accepted norms per update of each trainer, for the next rounds:
+        those in `control.norms` that belong to present trainers, and new ones of the rounds in
+        `ended`, which are by trainer id. Only the last ones of a trainer are kept.
+        """
         control = state.control
-        # JSON has the ids as text.
+        # The keys are ids as text, as in JSON.
         self._norms = {m: past for m, past in control.norms.items() if int(m) in control.trainers}
         for m, each in ended.items():
             past = self._norms.get(str(m), [])
@@ -334,7 +344,11 @@ class ElasticEngine:
         worker_ids: Sequence[int],
         packed_updates: Sequence[PyTree],
     ) -> None:
-        """Record the outer update of a trainer, which the next requests may bring to learners."""
+        """Record that a trainer's parameters have changed, for the next requests to learners.
+
+        `record` is the round that has changed them, by its outer update; `worker_ids` are all
+        workers of the trainer. `packed_updates` has the update, packed to be sent, or nothing.
+        """
         update = None
         if packed_updates:  # below float32; then there is one
             update = jax.device_get(packed_updates[0])
@@ -345,14 +359,18 @@ class ElasticEngine:
         self._params.change(trainer, update, sender)
 
     def _work_on(self, state: State) -> None:
-        """Let learners work while observers evaluate and save."""
+        """Begin the next rounds, so that learners work while observers evaluate and save.
+
+        `state` is that after a round. Nothing begins if trainers or workers may change first. An
+        error is kept for the next call of `round`.
+        """
         self.control_before = state.control
         self.pool.control = state.control
         if not (processes.is_asked_to_stop() or self._changes_now(state.control)):
             try:
                 self._begin(state)
             except ResourceError as error:
-                self._fault = error  # after the observers of this round
+                self._fault = error  # observers must still save this round
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Do nothing: only Streaming DiLoCo leaves anything, and it excludes learners."""
@@ -577,7 +595,7 @@ class ElasticEngine:
         return self._apply(ensemble, _concatenated(differences), weights_R, factor_R)
 
     def _close(self, record: RoundRecord) -> None:
-        """Record whose inner states count after a round that has ended, and its faults.
+        """Record the end of a round: who holds the workers' inner states now, and what went wrong.
 
         The ledger gets a line for each late learner, and each clipped or rejected update.
         """

@@ -201,7 +201,10 @@ class LearnerPool:
         return events + self._look_after()
 
     def _look_after(self) -> list[Event]:
-        """Start processes that are due, ask for signs of life, and return the losses."""
+        """Start processes that are due, ask for signs of life, and return the losses.
+
+        A process without a handle is planned: `started_s` is when it is due.
+        """
         rule = self._settings.engine
         restart_s = rule.restart_s if self.transport.launches else math.inf
         losses: list[Event] = []

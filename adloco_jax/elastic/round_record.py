@@ -166,7 +166,12 @@ class RoundRecord:
 
 
 def check_responses(responses: Sequence[Response], request: Request, spec: ProgramSpec) -> None:
-    """Raise Refused unless responses are what a request asks for, with losses that are numbers."""
+    """Raise Refused unless a learner's responses are what a request asks for.
+
+    There is one for each entry of `request.work`, with arrays of the right shapes and types. Losses
+    are finite for updates that were made, and NaN for those that were skipped. Seconds are not
+    negative. The differences themselves are not judged here.
+    """
     forms = [response_form(spec, request, work) for work in request.work]
     check_form(responses, forms, "response")
     for response, work in zip(responses, request.work, strict=True):
@@ -177,7 +182,9 @@ def check_responses(responses: Sequence[Response], request: Request, spec: Progr
             raise Refused("response.loss_SR: losses of updates that were skipped")
 
         stats_R = response.stats_R
-        if stats_R is not None:  # its counts follow from the number of sequences
+        if stats_R is not None:
+            # Its counts and weights follow from the number of tested sequences (`core.types`): the
+            # number, its degrees of freedom, and the ordered pairs of different sequences.
             tested = np.float32(work.num_tested)
             have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
             want = [tested, tested - 1, tested * (tested - 1)]
