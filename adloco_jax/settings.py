@@ -264,7 +264,7 @@ class DataSettings(SettingsGroup):
 
     @property
     def separates_documents(self) -> bool:
-        """Whether a model sees the documents or chats of a row apart: rows are `RowBatch`es."""
+        """Whether a model sees the documents or chats of a row apart: rows are a `RowBatch`."""
         return self.is_chat or self.attention == "document"
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:

@@ -61,6 +61,9 @@ _TENSORS = {
 }
 _TRANSPOSED = ("kernel", "lora_a", "lora_b")  # leaves [in, out], which are tensors [out, in]
 
+# Characters of a faulty value that a message shows: all of a path, not all of a nested table.
+_LONGEST_VALUE = 300
+
 # Keys of an adapter_config.json that are read.
 _READ = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "revision"}
 # Keys that change no output of a trained LoRA adapter, whatever they say.
@@ -406,7 +409,8 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     if needs:
         lines = []
         for key, need in needs.items():
-            lines.append(f"{path}: {key}: have {str(content.get(key))[:80]}, need {need}")
+            value = str(content.get(key))[:_LONGEST_VALUE]
+            lines.append(f"{path}: {key}: have {value}, need {need}")
         raise DataError("\n".join(lines))
     return content
 
