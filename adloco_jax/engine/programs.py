@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -77,30 +78,39 @@ class Programs:
         self.compiling = False  # whether a caller waits for a compilation now
         self._on_compile = on_compile
         self._known: set[ProgramKey] = set()  # compiled, being compiled, or queued
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # of compilations, for `Compiling`
         self._x64 = jnp.result_type(float) == jnp.float64  # other threads may have another setting
         self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
-        self._base: PyTree = None  # frozen weights, wherever they are
-        self._parts: dict[tuple, Array] = {}  # parts of them by leaf, device and position
-        self._bases: dict[ProgramKey, PyTree] = {}  # made of these parts, as each program takes it
+        self._base: PyTree = None  # frozen weights, on the host or on devices
+        # Parts of the frozen weights on devices, by number of the leaf, device, and slices.
+        self._parts: dict[tuple[int, jax.Device, str], Array] = {}
+        # For each program, frozen weights made of these parts, sharded as the program takes them.
+        self._bases: dict[ProgramKey, PyTree] = {}
 
     def hold(self, base: PyTree) -> None:
-        """Let programs use frozen weights, of which a device holds each part only once."""
+        """Set the frozen weights of the run, for the programs that compute losses; None: none.
+
+        They are copied to devices when a program first needs them. Programs share the copies: a
+        device holds each part of the weights only once.
+        """
         self._base = base
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
         """Dispatch the program of `key`, and return its results, which may still be computed.
 
-        Arguments are resharded if need be. The call waits for the compilation, and for the results
-        of the call `_MAX_IN_FLIGHT` calls earlier.
+        `arguments` are those of the program (`Program.function`), on the host or on devices; they
+        are resharded if need be. Those that the program donates are deleted. The call waits for the
+        compilation, and for the results of the call `_MAX_IN_FLIGHT` calls earlier.
         """
         program = self[key]
-        placed = reshard(arguments, program.input_shardings[0])
-        takes_base = self._base is not None and key.kind in _WITH_LOSS
-        base = {"base": self.frozen(key)} if takes_base else {}
-        results = program(*placed, **base)
+        positional_shardings, _ = program.input_shardings
+        placed = reshard(arguments, positional_shardings)
+        if self._base is not None and key.kind in _WITH_LOSS:
+            results = program(*placed, base=self.frozen(key))
+        else:
+            results = program(*placed)
         self._in_flight.append(jax.tree.leaves(results)[-1])  # any one: they end together
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
@@ -110,32 +120,46 @@ class Programs:
         return results
 
     def frozen(self, key: ProgramKey) -> PyTree:
-        """Return the frozen weights as a program takes them that computes losses, if any."""
+        """Return the frozen weights on devices, sharded as the program of `key` takes them.
+
+        The program must be one that computes losses. None if the run has no frozen weights.
+        """
         if self._base is not None and key not in self._bases:
             leaves, structure = jax.tree.flatten(self._base)
-            at = structure.flatten_up_to(self[key].input_shardings[1]["base"])
-            placed = [self._place(i, leaf, at[i]) for i, leaf in enumerate(leaves)]
+            _, keyword_shardings = self[key].input_shardings
+            shardings = structure.flatten_up_to(keyword_shardings["base"])
+            placed = []
+            for number, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+                placed.append(self._place_leaf(number, leaf, sharding))
             self._bases[key] = structure.unflatten(placed)
         return self._bases.get(key)
 
-    def _place(self, number: int, leaf: Any, to: jax.sharding.Sharding) -> Array:
-        """Put a leaf of the frozen weights on devices, or find the parts that are there already."""
+    def _place_leaf(self, number: int, leaf: Any, to: jax.sharding.Sharding) -> Array:
+        """Return a leaf of the frozen weights with the sharding `to`.
+
+        Parts that a device holds already are used again. `number` is the leaf's, among all leaves.
+        """
+        is_whole = to.shard_shape(leaf.shape) == leaf.shape  # each device has the whole leaf
         parts = []
-        for device, index in to.addressable_devices_indices_map(leaf.shape).items():
-            place = (number, device, str(index))
-            if place not in self._parts:
-                is_whole = to.shard_shape(leaf.shape) == leaf.shape
-                part = leaf if is_whole else np.asarray(leaf)[index]
-                self._parts[place] = jax.device_put(part, device)
-            parts.append(self._parts[place])
+        for device, slices in to.addressable_devices_indices_map(leaf.shape).items():
+            part_key = (number, device, str(slices))
+            if part_key not in self._parts:
+                part = leaf if is_whole else np.asarray(leaf)[slices]
+                self._parts[part_key] = jax.device_put(part, device)
+            parts.append(self._parts[part_key])
         return jax.make_array_from_single_device_arrays(leaf.shape, to, parts)
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Return the compiled program of `key`; compile it, or wait for it, if need be."""
+        """Return the compiled program of `key`; compile it, or wait for it, if need be.
+
+        A program that is queued for the background, and whose compilation has not begun, is
+        compiled in this thread. An error of the compilation is raised, and the next call compiles
+        again. `stall_s` counts the time.
+        """
         start_s = time.perf_counter()
         self._known.add(key)
         begun = self._programs.get(key)
-        if begun is None or begun.cancel():  # it was queued for the background, and is taken out
+        if begun is None or begun.cancel():  # `cancel` takes it out of the queue, if it is there
             begun = self._programs[key] = Future()
             self.compiling = True
             try:
@@ -162,6 +186,10 @@ class Programs:
         self._background.shutdown(cancel_futures=True)
 
     def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
+        """Compile the program of `key` in this thread; call `on_compile` before and after.
+
+        `background` is only reported: whether no caller waits for the program.
+        """
         start_s = time.perf_counter()
         self._on_compile(Compiling(next(self._numbers), len(self._known)))
         _on_this_thread.hits = 0
@@ -175,14 +203,16 @@ class Programs:
 
 
 def use_compilation_cache() -> None:
-    """Let JAX save compiled programs in the user's cache folder, if it has none yet; trim that.
+    """Let JAX save compiled programs in the user's cache, unless JAX has a folder for them already.
 
-    Runs execute what is there, so other users must not be able to write to the folder.
+    The user's cache is trimmed before. Runs execute the programs that they find in the folder, so
+    other users must not be able to write to it.
     """
     trim_cache()
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
+    # Save programs of every compilation time and of every size (-1).
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -191,6 +221,7 @@ _on_this_thread = threading.local()  # cache hits on this thread since its last 
 
 
 def _note_cache_hit(event: str, **_: str | int) -> None:
+    """Count a hit of JAX's cache of programs; JAX calls this for each event that it records."""
     if event == "/jax/compilation_cache/cache_hits":
         _on_this_thread.hits = getattr(_on_this_thread, "hits", 0) + 1
 
@@ -206,54 +237,84 @@ def lower(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Lowered:
             stack.enter_context(jax.set_mesh(at.mesh))
             stack.enter_context(nn.logical_axis_rules((("weight", "model"),)))
         build = _PROGRAMS[key.kind]
-        function, arguments, donated, out = build(spec, key, at)
-        jitted = functools.partial(jax.jit, donate_argnums=donated, out_shardings=out)
+        program = build(spec, key, at)
+        jitted = functools.partial(
+            jax.jit, donate_argnums=program.donated, out_shardings=program.out_shardings
+        )
         if spec.base is None or key.kind not in _WITH_LOSS:
-            return jitted(function).lower(*arguments)
+            return jitted(program.function).lower(*program.arguments)
 
+        # Frozen weights are an argument of the program, because as constants they would be copied
+        # into it. So the loss gets them while the program is traced.
         def with_base(*arguments, base):
             loss_fn = functools.partial(spec.loss_fn, base=base)
-            return build(dataclasses.replace(spec, loss_fn=loss_fn), key, at)[0](*arguments)
+            traced = build(dataclasses.replace(spec, loss_fn=loss_fn), key, at)
+            return traced.function(*arguments)
 
-        return jitted(with_base).lower(*arguments, base=base_spec(spec, key.layout))
+        return jitted(with_base).lower(*program.arguments, base=base_spec(spec, key.layout))
 
 
-Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
-"""A function to compile; the shapes of its arguments; the positions of the arguments whose memory
-it may reuse (donated arguments); and the shardings of its results."""
+class Program(NamedTuple):
+    """A program to compile; the functions below make one for each kind of `ProgramKey`.
+
+    Each of these functions takes the run's `ProgramSpec`, the key, and the mesh on which the
+    program runs (`at`).
+    """
+
+    function: Callable
+    arguments: tuple  # of the function: shapes, dtypes and shardings
+    donated: tuple[int, ...]  # positions of the arguments whose memory the program may reuse
+    out_shardings: PyTree  # of the results; one sharding stands for all arrays of a result
 
 
 def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program that begins a round: it gives each worker its trainer's parameters."""
+    """Make the program that begins a round: it gives each worker the parameters to start from.
+
+    Its argument is an ensemble that has only these parameters: the trainers' or, with Streaming
+    DiLoCo, the workers' own, whose memory the program reuses. Its result are the `Workers`.
+    """
     bare = ensemble_spec(spec, key.layout)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None, average_M=None)
+    donated = ()
     if spec.outer.own_params:
         bare = bare.replace(params_M=None)
+        donated = (0,)
     start = functools.partial(begin_workers, spec, key.layout, accumulates=key.accumulates)
-    donated = (0,) if spec.outer.own_params else ()
-    return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
+    workers = jax.eval_shape(start, bare)
+    return Program(start, (bare,), donated=donated, out_shardings=at.by_worker(workers))
 
 
 def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program of inner steps: of all workers, or of one a device, at a position."""
+    """Make the program of inner steps, for a fixed number of micro-batches.
+
+    Its arguments are the workers and the fields of `inputs.Call`. If a device's workers run in
+    turn, a call runs one worker of each device: the one at `position`, an argument that the program
+    otherwise lacks. Its results are the workers, and losses and skipped updates [T, R].
+    """
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
-    out = (_shardings(workers), at.replicated, at.replicated)
-    count = num_sequential(spec, key.layout)
-    advance = _inner_steps(spec, at) if count == 1 else _one_worker(spec, at)
-
-    def steps(workers, rows_TRB, rate_TR, update_T, stream_R3, *position):
-        keyed = add_keys(spec, rows_TRB, stream_R3)
-        return advance(workers, keyed, rate_TR, update_T, *position)
-
-    arguments = (workers, *_batch_spec(spec, key, at, count))
-    if count > 1:
+    num_turns = num_sequential(spec, key.layout)
+    arguments = (workers, *_batch_spec(spec, key, at, num_turns))
+    if num_turns == 1:
+        advance = _inner_steps(spec, at)
+    else:
+        advance = _one_worker(spec, at)
         position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
         arguments = (*arguments, position)
-    return steps, arguments, (0,), out
+
+    def steps(workers, rows_TRB, rate_TR, update_T, stream_R3, *position):
+        rows_and_keys = add_keys(spec, rows_TRB, stream_R3)
+        return advance(workers, rows_and_keys, rate_TR, update_T, *position)
+
+    out_shardings = (_shardings(workers), at.replicated, at.replicated)
+    return Program(steps, arguments, donated=(0,), out_shardings=out_shardings)
 
 
 def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program of a synchronisation (`outer_update`)."""
+    """Make the program of a synchronisation (`outer_update`).
+
+    Its arguments are the ensemble and the workers after their inner steps, both without inner
+    states. Its results are the ensemble, and the norms of the pseudo-gradients [M].
+    """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
 
@@ -269,16 +330,23 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
             all_gather=at.all_gather,
         )
 
-    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
+    out_shardings = (_shardings(ensemble), at.replicated)
+    return Program(update, (ensemble, workers), donated=(0,), out_shardings=out_shardings)
 
 
 def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program of inner steps that end with the synchronisation of one fragment."""
+    """Make the program of inner steps that end with the synchronisation of one fragment.
+
+    Its arguments are the ensemble without inner states and workers' parameters, the workers, the
+    fields of `inputs.Call`, and the number of the fragment, from 0. Its results are those of
+    `contrib.streaming.fragment_steps`.
+    """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None, params_R=None)
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
 
     def steps(workers, *inputs):
+        """Run inner steps; `inputs` are those of `advance` after the workers."""
         workers, *measured_TR = advance(workers, *inputs)
         # Without this constraint, the operations after the inner steps would determine how arrays
         # are sharded in the loop over inner steps.
@@ -305,12 +373,16 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
     arguments = (ensemble, workers, *_batch_spec(spec, key, at), index)
-    out = (_shardings(ensemble), _shardings(workers), at.replicated, at.replicated)
-    return fragment_program, arguments, (0, 1), out
+    out_shardings = (_shardings(ensemble), _shardings(workers), at.replicated, at.replicated)
+    return Program(fragment_program, arguments, donated=(0, 1), out_shardings=out_shardings)
 
 
 def _flush(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program that averages what Streaming DiLoCo has not synchronised yet."""
+    """Make the program of a flush: it sets trainers and workers to the mean of the workers.
+
+    Only Streaming DiLoCo needs it, because its workers have updates that are not synchronised yet.
+    Its argument and result are the ensemble without inner states.
+    """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     flush = functools.partial(
         flush_workers,
@@ -318,19 +390,24 @@ def _flush(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         reduce_scatter=at.reduce_scatter,
         all_gather=at.all_gather,
     )
-    return flush, (ensemble,), (0,), _shardings(ensemble)
+    return Program(flush, (ensemble,), donated=(0,), out_shardings=_shardings(ensemble))
 
 
 def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program that measures each worker's gradient statistics at its trainer."""
-    num_trainers, num_workers = len(key.sizes), sum(key.sizes)
+    """Make the program that measures each worker's gradient statistics at its trainer.
+
+    Its arguments are the trainers' parameters, leaves [M, ...], rows [R, B, L + 1], and how many of
+    these rows count for each worker [R]. Its result are `GradientStats` with fields [R].
+    """
+    num_trainers = len(key.sizes)
+    num_workers = sum(key.sizes)
     params_M = ensemble_spec(spec, key.layout).params_M
     rows = _rows_spec(spec, (num_workers, spec.max_test_sequences), at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
     # A pass is padded to its full size, so it is at most the fewest sequences of a test.
-    least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
-    chunk = max(least, MIN_EXAMPLES)
-    if spec.estimator == "vmap":
+    fewest = AUTO_TEST_MIN // math.ceil(num_workers / num_trainers)
+    chunk = max(fewest, MIN_EXAMPLES)
+    if spec.estimator == "vmap":  # which holds a gradient for each example of a pass
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     trainers_here = num_trainers // at.mesh.shape["trainer"]
     own_stats = functools.partial(
@@ -341,19 +418,25 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         inner_products=spec.inner_products,
     )
 
+    by_trainer = P("trainer")
+    by_worker = P(POOL)
+
     # A device measures its workers in turn: it holds one worker's gradients, and stops at each
     # one's number of sequences. A few workers at once with vmap took a quarter more time.
     @functools.partial(
         jax.shard_map,
         mesh=at.mesh,
-        in_specs=(P("trainer"), *(P(("trainer", "worker")),) * 3),
-        out_specs=P(("trainer", "worker")),
-        axis_names={"trainer", "worker"},  # the partitioner divides a worker over devices
+        in_specs=(by_trainer, by_worker, by_worker, by_worker),
+        out_specs=by_worker,
+        axis_names=set(POOL),  # the partitioner divides a worker over devices
         check_vma=False,
     )
     def of_each(params_M, trainer_R, rows_RB, count_R):
+        """On each device, measure its workers; M and R count those of the device."""
+
         def of_worker(worker):
             trainer, rows_B, count = worker
+            # `trainer` is the position among all trainers; those of a device are adjacent.
             params = jax.tree.map(lambda leaf: leaf[trainer % trainers_here], params_M)
             return own_stats(params, rows_B, num_examples=count)
 
@@ -362,11 +445,15 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     def stats(params_M, rows_RB, count_R):
         return of_each(params_M, jnp.array(of_workers(key.sizes)), rows_RB, count_R)
 
-    return stats, (params_M, rows, counts), (), at.replicated
+    arguments = (params_M, rows, counts)
+    return Program(stats, arguments, donated=(), out_shardings=at.replicated)
 
 
 def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program that computes one model's loss of each row."""
+    """Make the program that computes one model's loss of each row.
+
+    Its arguments are the model's parameters and rows [B, L + 1]; its result is float32 [B].
+    """
     params = params_spec(spec, key.layout)
     loss_fn = spec.eval_loss_fn or spec.loss_fn
     size = key.micro_batch_size
@@ -377,13 +464,14 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
     def losses(params, rows_B):
         def loss_of(row):
+            """Return the loss of a batch that has only this row."""
             return loss_fn(params, jax.tree.map(lambda leaf_L: leaf_L[None], row))
 
         if at_once:
             return jax.lax.map(loss_of, rows_B, batch_size=at_once)
         return jax.vmap(loss_of)(rows_B)
 
-    return losses, (params, rows), (), at.replicated
+    return Program(losses, (params, rows), donated=(), out_shardings=at.replicated)
 
 
 _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]] = {
@@ -400,22 +488,34 @@ _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]
 def add_keys(
     spec: ProgramSpec, rows_TRB: PyTree, stream_R3: Array | None
 ) -> tuple[PyTree, Array | None]:
-    """Pair rows with random keys [T, R, B], one a sequence; None if the loss takes no key."""
+    """Pair rows with random keys [T, R, B], one for each sequence; with None if no key is taken.
+
+    `stream_R3`, int32 [R, 3], has each worker's trainer id, its data stream, and the position in
+    the stream of the first of these rows. So the key of a sequence does not depend on how a round
+    is divided into calls. It is None if the loss takes no key.
+    """
     if spec.key_seed is None or stream_R3 is None:
         return rows_TRB, None
     num_T, _, num_B = as_row_batch(rows_TRB).tokens.shape[:3]
-    place_TRB = jnp.arange(num_T * num_B).reshape(num_T, 1, num_B)
-    trainer_R, stream_R, first_R = (column_R[None, :, None] for column_R in stream_R3.T)
+    row_T1B = jnp.arange(num_T * num_B).reshape(num_T, 1, num_B)  # number of a row in these
+    trainer_1R1 = stream_R3[None, :, None, 0]
+    stream_1R1 = stream_R3[None, :, None, 1]
+    first_1R1 = stream_R3[None, :, None, 2]
     key = jax.random.key(spec.key_seed)
-    return rows_TRB, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
+    return rows_TRB, fold_in_each(key, trainer_1R1, stream_1R1, first_1R1 + row_T1B)
 
 
 def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
-    """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function."""
+    """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function.
+
+    The function takes workers, the pair of rows and keys that `add_keys` returns, learning rates
+    [T, R], and the flags of updates [T] or None. It returns the workers, and losses and skipped
+    updates [T, R]. With `sequential`, workers run one after another.
+    """
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
-    def advance(workers, keyed, rate_TR, update_T):
-        rows_TRB, key_TRB = keyed
+    def advance(workers, rows_and_keys, rate_TR, update_T):
+        rows_TRB, key_TRB = rows_and_keys
         return inner_steps(
             workers,
             rows_TRB,
@@ -437,9 +537,9 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     """Make a function that runs `advance` on each device, only for the workers of this device.
 
     Args:
-      advance: A function `(workers, keyed, rate_TR, update_T, *position)` that returns the workers
-        and two arrays [T, R] of measurements. `keyed` is the pair that `add_keys` returns;
-        `position`, if it is given, is one int32 [] that is equal on all devices.
+      advance: A function `(workers, rows_and_keys, rate_TR, update_T, *position)` that returns the
+        workers and two arrays [T, R] of measurements. `rows_and_keys` is the pair that `add_keys`
+        returns; `position`, if it is given, is one int32 [] that is equal on all devices.
       at: The mesh. Its axes `trainer` and `worker` divide the workers (axis R); the other axes are
         left to XLA's partitioner.
 
@@ -454,19 +554,19 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     specs: list[Any] = [pool, pool, pool, P(), pool]
     by_worker = Workers(*specs)
 
-    def mapped(workers, keyed, rate_TR, update_T, *position):
-        inputs = [by_worker, pool_T, pool_T, P()]
+    def mapped(workers, rows_and_keys, rate_TR, update_T, *position):
+        in_specs = [by_worker, pool_T, pool_T, P()]
         if position:
-            inputs.append(P())
+            in_specs.append(P())
         function = jax.shard_map(
             advance,
             mesh=at.mesh,
-            in_specs=tuple(inputs),
+            in_specs=tuple(in_specs),
             out_specs=(by_worker, pool_T, pool_T),
             axis_names=set(POOL),
             check_vma=False,
         )
-        return function(workers, keyed, rate_TR, update_T, *position)
+        return function(workers, rows_and_keys, rate_TR, update_T, *position)
 
     return mapped
 
@@ -474,9 +574,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     """Make the function that runs inner steps of all workers of a program, at once or in turn.
 
-    Its parameters are workers, the pair of rows and keys that `add_keys` returns, learning rates
-    [T, R], and the flags of updates [T] or None. It returns the workers, and losses and skipped
-    updates [T, R].
+    Its parameters and results are those of the function that `_advance` returns.
     """
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     sequential = _on_each_device(_advance(spec, at, sequential=True), at)
@@ -484,11 +582,12 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     # the devices.
     at_once = _advance(spec, at, sequential=False)
 
-    def steps(workers, keyed, rate_TR, update_T):
-        one_each = num_groups > 1 and rate_TR.shape[1] == num_groups  # no worker must wait
+    def steps(workers, rows_and_keys, rate_TR, update_T):
+        num_workers = rate_TR.shape[1]
+        one_each = num_groups > 1 and num_workers == num_groups  # no worker must wait
         if spec.sequential and not one_each:
-            return sequential(workers, keyed, rate_TR, update_T)
-        return at_once(workers, keyed, rate_TR, update_T)
+            return sequential(workers, rows_and_keys, rate_TR, update_T)
+        return at_once(workers, rows_and_keys, rate_TR, update_T)
 
     return steps
 
@@ -496,22 +595,25 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
     """Make the function that runs inner steps of one worker on each device.
 
-    `position`, int32 [], says which of the device's workers runs; it is equal on all devices. The
-    other parameters and the results are those of `_inner_steps`, with rows, rates and measurements
-    of the running workers only. Parameters and inner states of the other workers do not change.
+    Its last parameter `position`, int32 [], says which of the device's workers runs; it is equal on
+    all devices. The others and the results are those of the function that `_advance` returns, with
+    rows, rates and measurements of the running workers only. Parameters and inner states of the
+    other workers do not change.
     """
     advance = _advance(spec, at, sequential=True)
 
-    def advance_one(workers, keyed, rate_TR, update_T, position):
-        stack = (workers.params_R, workers.inner_state_R)
-        params, state = jax.tree.map(
-            lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack
+    def advance_one(workers, rows_and_keys, rate_TR, update_T, position):
+        """On each device, run the worker at `position`; R counts the workers of the device."""
+        stack_R = (workers.params_R, workers.inner_state_R)
+        params_1, state_1 = jax.tree.map(
+            lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack_R
         )
-        one = workers.replace(params_R=params, inner_state_R=state)
-        one, *measured_TR = advance(one, keyed, rate_TR, update_T)
+        one = workers.replace(params_R=params_1, inner_state_R=state_1)
+        one, *measured_TR = advance(one, rows_and_keys, rate_TR, update_T)
+
         params_R, state_R = jax.tree.map(
-            lambda leaf_R, new: jax.lax.dynamic_update_index_in_dim(leaf_R, new, position, 0),
-            stack,
+            lambda leaf_R, new_1: jax.lax.dynamic_update_index_in_dim(leaf_R, new_1, position, 0),
+            stack_R,
             (one.params_R, one.inner_state_R),
         )
         return one.replace(params_R=params_R, inner_state_R=state_R), *measured_TR
@@ -520,18 +622,22 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Make the shapes and shardings of the arguments of inner steps, apart from the workers."""
-    steps = spec.num_micro_batches
-    workers = sum(key.sizes) // turns
-    size = key.micro_batch_size
-    rows = _rows_spec(spec, (steps, workers, size), at.tokens_TRBL(size))
-    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
-    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
-    streams = jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers)
-    if not key.accumulates:
-        flags = None
-    if spec.key_seed is None:  # the loss takes no key
-        streams = None
+    """Make the shapes and shardings of the arguments of inner steps, apart from the workers.
+
+    They are rows, learning rates, flags of updates and streams, as in `inputs.Call`. A call runs
+    one of `turns` equal parts of the workers.
+    """
+    num_T = spec.num_micro_batches
+    num_R = sum(key.sizes) // turns
+    num_B = key.micro_batch_size
+    rows = _rows_spec(spec, (num_T, num_R, num_B), at.tokens_TRBL(num_B))
+    rates = jax.ShapeDtypeStruct((num_T, num_R), jnp.float32, sharding=at.rates_TR)
+    flags = None
+    if key.accumulates:
+        flags = jax.ShapeDtypeStruct((num_T,), jnp.bool_, sharding=at.replicated)
+    streams = None
+    if spec.key_seed is not None:  # the loss takes a key
+        streams = jax.ShapeDtypeStruct((num_R, 3), jnp.int32, sharding=at.workers)
     return rows, rates, flags, streams
 
 
@@ -551,6 +657,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _shardings(shapes: PyTree) -> PyTree:
+    """Return the sharding of each leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
@@ -588,21 +695,31 @@ def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
 def merge_positions(
     before: Control, members: Sequence[int], after: Control
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the positions of the members, and each trainer's workers `after`, as in `merged`."""
+    """Return the arguments `members` and `workers` of `merged`, from ids to positions in arrays.
+
+    Args:
+      before: The host's data before the merge.
+      members: Ids of the trainers that merge, the representative first.
+      after: The host's data after the merge, when workers have moved to other trainers.
+
+    Returns:
+      The members' positions in arrays [M, ...] before the merge; and for each trainer `after` the
+      positions of its workers, in arrays [R, ...] after `core.merge`, before `move_workers`.
+    """
     streams = {m: before.trainers[m].streams for m in before.trainers}
     merged_streams: list[int] = []
     for m in members:
         merged_streams += streams[m]
     streams[members[0]] = merged_streams
 
-    order: list[int] = []  # the workers in the stack, once the members are merged
+    order: list[int] = []  # the workers' streams in arrays [R, ...], once the members are merged
     for m in after.trainers:
         order += streams[m]
-    position = {stream: index for index, stream in enumerate(order)}
-    workers = tuple(
-        tuple(position[stream] for stream in trainer.streams) for trainer in after.trainers.values()
-    )
-    return before.positions(members), workers
+    position_of = {stream: position for position, stream in enumerate(order)}
+    workers = []
+    for trainer in after.trainers.values():
+        workers.append(tuple(position_of[stream] for stream in trainer.streams))
+    return before.positions(members), tuple(workers)
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
@@ -618,10 +735,11 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """Call `change` (the function merged, spawned or taken) on an ensemble, with less memory.
+    """Return `change(ensemble, *arguments)`, computed in parts so that less memory is needed.
 
-    Each part (`parts_of`) of the inner states is replaced, and its old arrays deleted, before the
-    next; the rest of the ensemble comes last. If there is at most one part, nothing is deleted.
+    `change` is `merged`, `spawned` or `taken`. Each part (`parts_of`) of the inner states is
+    replaced, and its old arrays deleted, before the next; the rest of the ensemble comes last. If
+    there is at most one part, nothing is deleted.
     """
     leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
