@@ -290,3 +290,11 @@ def test_columns_of_the_first_row_are_asked_for_without_naming_one(tmp_path, end
     source = sources.DATA_SOURCES[data.source]
     assert sorted(sources.first_columns(source, path, data)) == sorted(ROW)
     assert column_of_texts(data) == "prompt+completion"
+
+
+def test_column_of_a_source_that_reads_no_file_is_found_by_its_first_row(monkeypatch):
+    source = sources.DataSource(
+        documents=lambda file, data: [sources.Record("row 1", ROW)], needs=("text_column",)
+    )
+    monkeypatch.setitem(sources.DATA_SOURCES, "memory", source)
+    assert column_of_texts(data_settings(source="memory").data) == "prompt+completion"

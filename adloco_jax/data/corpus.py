@@ -26,7 +26,7 @@ from adloco_jax.data.files import File, cache_folder, find, identity, is_on_hub
 from adloco_jax.data.prepared import DocumentRows, Manifest, PreparedRows, RowArrays, rows_at
 from adloco_jax.data.rows import NUM_FIELDS, Job
 from adloco_jax.data.sampling import MAX_GUARD_ROWS, RowOrder, order_of, stream_rows
-from adloco_jax.data.sources import DATA_SOURCES, Part
+from adloco_jax.data.sources import DATA_SOURCES, Part, Row
 from adloco_jax.data.tokenizers import Tokenizer, tokenizer_of
 from adloco_jax.errors import ConfigError, DataError, UserError, counted
 from adloco_jax.row_batch import RowBatch, as_row_batch
@@ -89,7 +89,9 @@ class Corpus:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
         """Return rows `start` to `start + count - 1` of a worker's stream, as a model reads them.
 
-        The arguments are those of `data.sampling.stream_rows`.
+        They are int32 [count, L + 1], or a `RowBatch` if the model separates documents. `trainer`
+        is a trainer's permanent id, and `stream` the number of one of its streams; see
+        `data.sampling.stream_rows`.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
         return rows_at(self.rows, index)
@@ -101,28 +103,31 @@ class Corpus:
         num_train = str(len(self.rows))
         num_heldout = str(len(self.heldout_rows))
         of_class = ""
-        if self.tokens_per_byte is None:  # labelled rows
+        if self.tokens_per_byte is None:
+            # A labelled row has two fields before its tokens: the class, and how many are real.
+            label, num_real = row[:NUM_FIELDS]
             num_train += _by_class(self.rows)
             num_heldout += _by_class(self.heldout_rows)
-            of_class = f" of class {row[0]}"
+            of_class = f" of class {label}"
             num_tokens = len(row) - NUM_FIELDS
-            row = row[NUM_FIELDS : NUM_FIELDS + row[1]]
+            row = row[NUM_FIELDS : NUM_FIELDS + num_real]
         else:
             num_tokens = len(row) - 1
         return (
             f"{self._describe_text()}\n"
-            f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._end_of_answers()}\n"
+            f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._remark_on_ends()}\n"
             f"rows: {num_train} of {num_tokens} tokens to train on, {num_heldout} held"
-            f" out{self._cut()}; a model will see, for instance{of_class}:\n"
-            f"  | {readable(row, tokenizer, max_chars=240)}{self._left_out()}"
+            f" out{self._remarks_on_cuts()}; a model will see, for instance{of_class}:\n"
+            f"  | {readable(row, tokenizer, max_chars=240)}{self._warning_of_left_out()}"
         )
 
     def _describe_text(self) -> str:
         """Return the words for which text was read, and how many documents or chats it has."""
         manifest = self.manifest
+        # Records without bytes are of the hub's data sets, and of sources that read no file.
         num_files = sum(1 for record in manifest.files if record.bytes is not None)
         read = counted(num_files, "file") if num_files else manifest.files[-1].name
-        kind = "chat" if manifest.loss else "document"
+        kind = "chat" if manifest.loss else "document"  # only chats have a `loss`
         num_train, num_heldout = manifest.documents
         text = f"data: {read}; {counted(num_train, kind)} to train on, {num_heldout} held out"
         if manifest.copies:
@@ -131,10 +136,11 @@ class Corpus:
             text += f"\nnot read: {', '.join(manifest.unread)}"
         return text
 
-    def _cut(self) -> str:
+    def _remarks_on_cuts(self) -> str:
         """Return the words for how many texts were cut or left out, and how many tokens count.
 
-        The last is said of chats only. Empty if there is nothing to say.
+        Each remark begins with a comma or semicolon. How many tokens count is said of chats only.
+        Empty if there is nothing to say.
         """
         manifest = self.manifest
         rows = self.rows
@@ -148,18 +154,19 @@ class Corpus:
                 of_answers = " of answers" if manifest.loss == "answers" else ""
                 text += f"; {rows.num_answer_tokens:,} and {heldout_rows.num_answer_tokens:,}"
                 text += f" tokens{of_answers} count"
-        for number, noun, why in (
+        faults = (
             (manifest.dropped, "chat", "without an answer within data.sequence_length left out"),
             (manifest.rejected, "chat", "with a false label left out"),
             (manifest.only_last, "chat", "count by the last answer only: the template cuts others"),
             (manifest.bad, "bad row", "left out"),
-        ):
+        )
+        for number, noun, why in faults:
             if number:
                 text += f"; {counted(number, noun)} {why}"
         return text
 
-    def _left_out(self) -> str:
-        """Return a warning, with a line break before it, if most rows are left out; else empty."""
+    def _warning_of_left_out(self) -> str:
+        """Return a warning, on a new line, if most chats are left out; else an empty text."""
         manifest = self.manifest
         left_out = manifest.dropped + manifest.rejected + manifest.bad
         total = sum(manifest.documents) + manifest.copies + left_out
@@ -170,29 +177,31 @@ class Corpus:
             line += f", {manifest.dropped} because data.sequence_length ends before their answer"
         return line
 
-    def _end_of_answers(self) -> str:
-        """Return a remark on how answers end in chats, or an empty text.
+    def _remark_on_ends(self) -> str:
+        """Return a remark if a model would not learn from these chats to stop after an answer.
 
-        A model stops to write at the ids `tokenizer.ends`. It learns to stop if answers end by one
-        of these. Chats may also end answers by `tokenizer.turn_end`, at which the checkpoint does
-        not stop yet, or by no special token.
+        A model stops to write at one of the ids `tokenizer.ends`. It learns to stop if answers end
+        by one of them. A chat template may end answers by another token (`tokenizer.turn_end`), or
+        by no special token. Empty if there is nothing to remark, or rows are no chats.
         """
         if not isinstance(self.rows, DocumentRows) or self.rows.answers is None:
             return ""
+        # All ids that occur in the answers of some rows: these include the ids at their ends.
         tokens = self.rows.tokens[:_NUM_SAMPLE_ROWS]
         is_answer = self.rows.answers[:_NUM_SAMPLE_ROWS]
         answer_ids = set(tokens[is_answer].tolist())
-        stops = set(self.tokenizer.ends)
-        turn_end = set(self.tokenizer.turn_end)
+        stop_ids = set(self.tokenizer.ends)
+        turn_end_ids = set(self.tokenizer.turn_end)  # one or none
 
-        if answer_ids & (turn_end - stops):
+        new_stop_ids = turn_end_ids - stop_ids
+        if not answer_ids.isdisjoint(new_stop_ids):
             end = self.tokenizer.decode(self.tokenizer.turn_end)
             return (
                 f"; answers end by {end}, where the model does not stop yet: the export's"
                 " generation_config.json names it"
             )
-        if answer_ids & (turn_end | stops):
-            return ""
+        if not answer_ids.isdisjoint(stop_ids | turn_end_ids):
+            return ""  # answers end where the model stops
         eot = self.tokenizer.decode([self.tokenizer.eot_id])
         return (
             "; the model will not learn to stop, because the template writes no special token"
@@ -271,7 +280,12 @@ def load_corpus(
     except hub.Unreachable:
         # Which commit is the newest is not known. Rows of any commit do.
         wanted = job_of(_ANY_COMMIT).request
-        prepared_rows = _find_rows(lambda request: request | {"commit": _ANY_COMMIT} == wanted)
+
+        def differs_in_commit_only(request: dict) -> bool:
+            """Return whether rows of this request are the wanted ones, of some commit."""
+            return request | {"commit": _ANY_COMMIT} == wanted
+
+        prepared_rows = _find_rows(differs_in_commit_only)
         if prepared_rows is None:
             raise
         note(f"{where}: the hub does not answer; using the rows made last")
@@ -291,9 +305,9 @@ def load_corpus(
 
 
 def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | DocumentRows:
-    """Return the rows of a side: the array of tokens, or `DocumentRows`.
+    """Return the rows to train on, or the held-out rows, in the form that `data` asks for.
 
-    They are `DocumentRows` if the model separates documents, as `data` then says.
+    They are `DocumentRows` if the model separates documents, else the array of tokens.
     """
     if not data.separates_documents:
         return arrays.tokens
@@ -304,8 +318,8 @@ def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | Document
 def _prepare_rows(job: Job, note: Note) -> PreparedRows:
     """Make a job's rows in the user's cache, or open those that are there.
 
-    If the cache cannot be written, or the source has no version, rows are made in a folder that is
-    deleted at once.
+    If the cache cannot be written, rows are made in a folder that is deleted at once. So they are
+    if the source has no version: then it is not known whether it would yield the same text again.
     """
     if DATA_SOURCES[job.data.source].version is not None:
         try:
@@ -345,10 +359,10 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     where = _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
     if on_hub:
-        wrong_keys = data.heldout_path
+        has_wrong_keys = bool(data.heldout_path)
     else:
-        wrong_keys = source.is_hub and (data.name or data.heldout_split)
-    if wrong_keys:
+        has_wrong_keys = source.is_hub and bool(data.name or data.heldout_split)
+    if has_wrong_keys:
         raise ConfigError(
             f"{where}: data.heldout_path is for files, data.name and data.heldout_split are for"
             " data sets on the hub; leave the other empty"
@@ -366,10 +380,12 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
         )
     files = _files_with_rows(files)
     heldout = _files_with_rows(heldout)
-    for file in _without_links(files) & _without_links(heldout):
+    in_both = _without_links(files) & _without_links(heldout)
+    if in_both:
+        name = min(file.name for file in in_both)
         raise ConfigError(
             f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
-            f" {file.name}: text that is trained on cannot be held out"
+            f" {name}: text that is trained on cannot be held out"
         )
     return False, files, heldout
 
@@ -384,7 +400,7 @@ def _files_with_rows(files: dict[str, File]) -> dict[str, File]:
 
 
 def _without_links(files: dict[str, File]) -> set[File]:
-    """Return the files, and those to which links lead instead of the links."""
+    """Return the files, where a link stands the file to which it leads."""
     return {file.resolve() if isinstance(file, Path) else file for file in files.values()}
 
 
@@ -408,7 +424,7 @@ def source_of(path: str) -> str:
             f"data.path={path}: files of several kinds ({', '.join(examples.values())}); give a"
             " glob, or set data.source"
         )
-    (source,) = examples
+    (source,) = examples  # `find` finds at least one file
     return source
 
 
@@ -418,26 +434,25 @@ def column_of_texts(data: DataSettings) -> str:
     It is the first of `CHATS` whose columns are there, else "text"; "text" also if no row can be
     read. If the hub does not answer, it is the column of which rows were made last.
     """
-    columns: Iterable[str] = ()
-    # No file has no first one (LookupError). `load_corpus` raises errors of the text.
-    with contextlib.suppress(UserError, LookupError):
-        source = DATA_SOURCES[data.source]
-        where = _where_of(data)
-        if "text_column" not in source.needs:
+    source = DATA_SOURCES.get(data.source)
+    if source is None or "text_column" not in source.needs:
+        return "text"
+    where = _where_of(data)
+    try:
+        on_hub, files, _ = _find_text(data)
+        if on_hub:
+            columns = sources.hub_columns(data, where=where)
+        else:
+            first_file = next(iter(files.values()), None)  # a source may read no file
+            with hub.faults(where):
+                columns = sources.first_columns(source, first_file, data)
+    except hub.Unreachable:
+        prepared_rows = _find_rows(lambda request: request.get("path") == data.path)
+        if prepared_rows is None:
             return "text"
-        try:
-            on_hub, files, _ = _find_text(data)
-            if on_hub:
-                columns = sources.hub_columns(data, where=where)
-            else:
-                first_file = next(iter(files.values()))
-                with hub.faults(where):
-                    columns = sources.first_columns(source, first_file, data)
-        except hub.Unreachable:
-            prepared_rows = _find_rows(lambda request: request["path"] == data.path)
-            if prepared_rows is None:
-                return "text"
-            return prepared_rows.manifest.request["text_column"]
+        return prepared_rows.manifest.request["text_column"]
+    except UserError:  # `load_corpus` reads the text again, and raises what is wrong with it
+        return "text"
     for name in CHATS:
         if {*name.split("+")} <= {*columns}:  # a plus joins two columns of a chat
             return name
@@ -491,7 +506,7 @@ def make_job(
     on_hub, files, heldout_files = _find_text(data)
 
     # Settings that other things than the config determine.
-    identities = [identity(file) for file in files.values()]
+    identities = [identity(file) for file in files.values()]  # lists: path, size in bytes, ...
     if on_hub and not commit:
         commit = data.revision
         if not hub.COMMIT.fullmatch(commit):
@@ -532,18 +547,25 @@ def make_job(
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
         "python": "" if files or on_hub else _python_identity(),
     }
-    sizes = [size for _, size, *_ in identities]
-    num_texts = len(sizes) - sizes.count(0)  # empty files are no text
+    num_texts = sum(1 for _, size, *_ in identities if size != 0)  # empty files are no text
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
     def hub_parts(split: str) -> list[Part]:
         """List the files of a split of the data set on the hub as parts."""
         return sources.hub_parts(data, split, commit, where=where)
 
+    def read_file(path: Any) -> Iterable[Row]:
+        """Yield the rows of a file of this machine: those of the source, or the file's two ends.
+
+        `path` is None for a source that reads no file.
+        """
+        if cuts:
+            return _cut_file(path, data)
+        return source.documents(path, data)
+
     def file_parts(files: Mapping[str, File | None]) -> list[Part]:
-        """List files as parts, which are read by the source, or cut in two."""
-        read: Any = _cut_file if cuts else source.documents
-        return [Part(name, file, lambda path: read(path, data)) for name, file in files.items()]
+        """List files, given by their names, as parts."""
+        return [Part(name, file, read_file) for name, file in files.items()]
 
     def parts() -> tuple[list[Part], list[Part]]:
         """Return the parts of separate held-out text, which may be none, and of all other text."""

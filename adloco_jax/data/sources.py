@@ -225,10 +225,11 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
         raise DataError(f"{where}: {have} {column!r}, {need}")
 
 
-def first_columns(source: DataSource, file: File, data: DataSettings) -> list[str]:
+def first_columns(source: DataSource, file: File | None, data: DataSettings) -> list[str]:
     """Return the names of the columns in the first row of a file that can be read.
 
-    Empty if the file has texts without columns, or no such row.
+    Empty if the file has texts without columns, or no such row. `file` is None for a source that
+    reads no file.
     """
     # No column is asked for, so all that the row does not have are named as unread.
     data = data.model_copy(update={"text_column": "", "label_column": ""})
