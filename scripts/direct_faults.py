@@ -75,7 +75,10 @@ def time_transfers(ticket: str, size: int, folder: Path) -> None:
         os.environ[name] = value
     remote = Remote(ticket, b"l" * 32)
     remote.open()
-    ways = {"ticket": store.Store(remote, Unneeded()), "S3": store.at("s3://bkt/run", "k" * 64)}
+    ways = {
+        "ticket": store.Store(remote, Unneeded()),
+        "S3": store.open_bucket("s3://bkt/run", "k" * 64),
+    }
     data, names = os.urandom(size), {"up": PLACE.of(1).name("responses"), "down": OBJECT}
     assert remote.create(PLACE.heartbeat_name(), b"here")
     ways["S3"].put(OBJECT, data)

@@ -143,9 +143,9 @@ def test_what_is_not_signed_for_its_place_and_start_does_not_exist(tmp_path, wha
     with pytest.raises(Refused, match=f"^{NAME}: ") as error:
         there.get(NAME)
     assert "\n" not in str(error.value)
-    assert there.valid(NAME, DriverHeartbeat) is None
+    assert there.valid_message(NAME, DriverHeartbeat) is None
     put(tmp_path, NAME, **OWN)
-    assert there.valid(NAME, DriverHeartbeat) == DriverHeartbeat(count=7)
+    assert there.valid_message(NAME, DriverHeartbeat) == DriverHeartbeat(count=7)
 
 
 @pytest.mark.parametrize("kind", ["unsigned", "of an earlier start"])

@@ -155,16 +155,16 @@ def test_what_was_damaged_on_its_way_is_read_again(monkeypatch, tmp_path):
         return bytes(data)
 
     monkeypatch.setattr(there, "get", getting)
-    _, tree, _ = there.read("requests/1", 2**20, Format, lambda _: FORM)
+    _, tree, _ = there.read_with_arrays("requests/1", 2**20, Format, lambda _: FORM)
     assert tree["a"][1, 2] == 5 and damaged == []
     damaged[:] = [1, 2, 3]
     with pytest.raises(store.Refused, match="^requests/1: damaged"):
-        there.read("requests/1", 2**20, Format, lambda _: FORM)
+        there.read_with_arrays("requests/1", 2**20, Format, lambda _: FORM)
 
 
 def test_a_link_carries_its_rate_in_each_direction_and_small_objects_beside_large_ones(tmp_path):
     there = opened(tmp_path / "bucket")
-    there.hold("8Mbit/s")
+    there.limit_rate("8Mbit/s")
     start_s = time.monotonic()
     large = threading.Thread(target=there.put, args=("large", bytes(1_000_000)))
     large.start()
@@ -185,8 +185,10 @@ def test_a_drivers_first_round_is_saved_at_once(there, tmp_path):
 
 
 def test_driver_and_learners_of_a_run_have_its_link(monkeypatch, tmp_path):
-    held, hold = [], store.Store.hold
-    monkeypatch.setattr(store.Store, "hold", lambda s, link: held.append(link) or hold(s, link))
+    held, hold = [], store.Store.limit_rate
+    monkeypatch.setattr(
+        store.Store, "limit_rate", lambda s, link: held.append(link) or hold(s, link)
+    )
     check, there = bucket.check_possible, InBucket(monkeypatch, tmp_path / "bucket")
     run(tmp_path / "run", settings_at(there.url, link="9Gbit/s"))
     assert held.count("9Gbit/s") == 3  # a driver and two learners
@@ -329,7 +331,7 @@ def test_what_the_driver_still_has_is_put_again_and_a_new_learner_finds_it(
 def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
     for url in (f"file://{tmp_path}/no/run", "ftp://host/run", "s3://", f"{tmp_path}/run", "run"):
         with pytest.raises(ConfigError) as error:
-            store.at(url, KEY)
+            store.open_bucket(url, KEY)
         assert str(error.value).startswith(url) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="is no folder here; make it"):
         bucket.check_possible(settings_at(f"file://{tmp_path}/no/run"), tmp_path / "r")
@@ -547,7 +549,7 @@ def test_a_learner_says_what_it_waits_for_and_goes_to_the_run_that_is_there(ther
 def test_a_driver_without_a_link_judges_nobody(monkeypatch, tmp_path):
     """For a hundred seconds no look at a heartbeat returns."""
     there = InBucket(monkeypatch, tmp_path / "bucket")
-    inline, begin_s, looks = store.aside, there.now_s + 1, []
+    inline, begin_s, looks = store.in_thread, there.now_s + 1, []
 
     def aside(function, *arguments):
         if not (
@@ -559,7 +561,7 @@ def test_a_driver_without_a_link_judges_nobody(monkeypatch, tmp_path):
             done=lambda: there.now_s > begin_s + 100, result=lambda: function(*arguments)
         )
 
-    monkeypatch.setattr(store, "aside", aside)
+    monkeypatch.setattr(store, "in_thread", aside)
     settings = settings_at(there.url).model_copy(update={"num_rounds": 20})
     run(tmp_path / "one", settings)
     assert len(looks) == 2 and there.now_s > begin_s + 100
@@ -579,7 +581,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
             raise RuntimeError("503\nRust")
         return 7
 
-    assert there.patiently("write", write) == 7
+    assert there.retry("write", write) == 7
     assert len(waits) == 12 and waits == sorted(waits) and max(waits) <= 3
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(f"{there.url}: ") for line in said] == [
@@ -589,7 +591,7 @@ def test_requests_that_fail_are_repeated_until_they_succeed(monkeypatch, tmp_pat
     ]
     fails, there.patience_s = iter([True] * 99), 30.0
     with pytest.raises(ResourceError, match="cannot write"):
-        there.patiently("write", write)
+        there.retry("write", write)
     assert threading.active_count() < 50
 
 
@@ -605,7 +607,7 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
                 raise RuntimeError(f"GET in 1.403s - Server returned non-2xx status code: {status}")
         return 7
 
-    assert opened(tmp_path / "bucket").patiently("read", read) == 7
+    assert opened(tmp_path / "bucket").retry("read", read) == 7
 
 
 def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
@@ -679,7 +681,7 @@ def test_a_bucket_that_was_never_usable_is_refused_soon(monkeypatch, tmp_path, k
             raise FileNotFoundError(error) if error == "FileNotFoundError" else RuntimeError(error)
 
     with pytest.raises((ConfigError, ResourceError), match=words) as refusal:
-        there.patiently(kind, fails)
+        there.retry(kind, fails)
     assert refusal.value.exit_code in (2, 5) and "\n" not in str(refusal.value)
     assert sum(waits) < 30
 

@@ -90,7 +90,7 @@ def test_a_request_that_is_never_answered_is_asked_again(monkeypatch, server):
         there.put("a", b"1" * 100)
         assert there.create("b", Format())
         assert there.get("a") == b"1" * 100
-        assert there.valid("b", Format) == Format()
+        assert there.valid_message("b", Format) == Format()
         there.delete("a")
         assert there.names() == []  # one try: what is left costs space only
         assert time.monotonic() - start_s < 10  # six times 0.5 s, and a pause
@@ -116,7 +116,7 @@ def test_an_empty_object_is_damaged(monkeypatch, tmp_path, server, where):
     there = opened("s3://bkt/empty" if where == "s3" else tmp_path / "bucket")
     there._objects.put("1", b"")
     with pytest.raises(store.Refused, match="^1: 0 bytes"):
-        there.read("1", 2**30, Format, lambda _: {})
+        there.read_with_arrays("1", 2**30, Format, lambda _: {})
     with pytest.raises(store.Refused, match="^1: 0 bytes"):
-        there.message("1", Format)
-    assert there.valid("1", Format) is None
+        there.read_message("1", Format)
+    assert there.valid_message("1", Format) is None

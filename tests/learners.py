@@ -107,7 +107,7 @@ KEY = "k" * 32
 def opened(url, *, key=KEY, run="", start="", patience_s=math.inf):
     """The bucket at an address, whose objects are signed for a run and its driver's start."""
     url = str(url) if "://" in str(url) else f"file://{url}"
-    there = store.at(url, key, patience_s=patience_s)
+    there = store.open_bucket(url, key, patience_s=patience_s)
     there.signatures.run, there.signatures.start = run, start
     return there
 
@@ -115,7 +115,7 @@ def opened(url, *, key=KEY, run="", start="", patience_s=math.inf):
 def described(url, **changed):
     """The description of the run in a bucket, there with some fields changed."""
     there = opened(url)
-    found = there.message("run.json", RunDescription).model_copy(update=changed)
+    found = there.read_message("run.json", RunDescription).model_copy(update=changed)
     there.put("run.json", store.to_json(found))
     return found
 
@@ -135,7 +135,7 @@ class InBucket:
         self.joining = None  # number and incarnation
         monkeypatch.setenv("ADLOCO_KEY", KEY)
         _simulate(monkeypatch, self, bucket, bucket_learner, store)
-        monkeypatch.setattr(store, "aside", _inline)
+        monkeypatch.setattr(store, "in_thread", _inline)
         entry = TransportEntry(functools.partial(self.connected, bucket.connected))
         monkeypatch.setitem(transport.TRANSPORTS, "bucket", entry)  # without checks, for `fit`
         monkeypatch.setattr(processes, "every", self.every)

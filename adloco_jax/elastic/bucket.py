@@ -100,7 +100,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
     cannot be read or written; ResourceError if it cannot be reached.
     """
     check_installed("obstore", "", "engine.kind = bucket")
-    bucket = store.at(settings.engine.address, find_key(folder / "learners" / "key"))
+    bucket = store.open_bucket(settings.engine.address, find_key(folder / "learners" / "key"))
     check_continues(bucket, settings, folder / "learners" / "id")
 
     # Try whether objects may be written, and whether the second leaves the first one there.
@@ -137,7 +137,7 @@ def connected(
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
     invitation = f"to join, on up to {num_learners} machines: {command}"
     keep_key(folder / "key", key)  # before anything is signed with it
-    there = store.at(address, key)
+    there = store.open_bucket(address, key)
 
     def offer(files: Library) -> None:
         files.write_to(there)
@@ -176,7 +176,7 @@ def driving(
     """
     folder = Path(setup.log).parent
     heartbeat_s = setup.settings.engine.heartbeat_s
-    there.hold(setup.settings.engine.link)
+    there.limit_rate(setup.settings.engine.link)
     run = _description(there, setup, folder / "id")
     library = Library(setup.files if setup.settings.engine.serves else {})
 
@@ -230,7 +230,7 @@ def _described(bucket: Store, path: Path) -> RunDescription | None:
     Raises ConfigError if it is damaged, or of another run than the file at `path` names.
     """
     try:
-        run = store.again(lambda: bucket.message("run.json", RunDescription))
+        run = store.retry_if_refused(lambda: bucket.read_message("run.json", RunDescription))
     except Refused as error:
         raise ConfigError(
             f"{bucket.url}: {error}; delete it if no other run is there, else name another prefix,"
@@ -309,7 +309,7 @@ def _newest(bucket: Store, generation: int) -> _Driver:
 
     def read(number: int) -> DriverHeartbeat | None:
         try:
-            return bucket.message(f"driver/{number}.json", DriverHeartbeat)
+            return bucket.read_message(f"driver/{number}.json", DriverHeartbeat)
         except Refused:
             return DriverHeartbeat(count=0)  # the number is taken
 
@@ -391,7 +391,7 @@ class BucketTransport:
     def give_sign(self) -> None:
         """Write the heartbeat, and `run.json` if it is gone; raise if another driver took over."""
         self._sign_s = time.monotonic()
-        found = self._store.valid("run.json", RunDescription)
+        found = self._store.valid_message("run.json", RunDescription)
         if found is not None and found.id == self._run.id and found.driver > self._generation:
             raise ResourceError(f"{self._store.url}: another driver has taken over")
         if found != self._run:
@@ -459,7 +459,7 @@ class BucketTransport:
             if not self._is_closed:
                 self.act(write)
 
-        return store.aside(act)
+        return store.in_thread(act)
 
     def act(self, act: Callable[[], None]) -> None:
         """Call a function in the present thread; `poll`, in the main thread, raises its error."""
@@ -551,7 +551,7 @@ class BucketTransport:
             if time.monotonic() >= exchange.next_s:
                 name = exchange.id.heartbeat_name()
                 is_free = exchange.heartbeat is None
-                exchange.look = store.aside(self._read_heartbeat, name, is_free)
+                exchange.look = store.in_thread(self._read_heartbeat, name, is_free)
                 exchange.next_s = time.monotonic()
             return
         if not exchange.look.done():
@@ -560,7 +560,7 @@ class BucketTransport:
         heartbeat = exchange.look.result()
         exchange.look = None
         self._returned_s = time.monotonic()
-        exchange.pause_s = store.longer(exchange.pause_s)
+        exchange.pause_s = store.next_pause_s(exchange.pause_s)
         before = exchange.heartbeat
         if heartbeat is not None and (before is None or heartbeat.count > before.count):
             if before is None or heartbeat.num_responses != before.num_responses:
@@ -578,10 +578,10 @@ class BucketTransport:
         """
 
         def read() -> LearnerHeartbeat | None:
-            return self._store.message(name, LearnerHeartbeat)
+            return self._store.read_message(name, LearnerHeartbeat)
 
         try:
-            return store.again(read) if is_free else read()
+            return store.retry_if_refused(read) if is_free else read()
         except ResourceError:  # a signal has ended the patience
             return None
         except Refused as error:
@@ -610,7 +610,7 @@ class BucketTransport:
             exchange.num_read = max(exchange.num_read, call.id.request)
             return call.response.result()
         if call.response is None and heartbeat.num_responses >= call.id.request:
-            call.response = store.aside(self._read, call)
+            call.response = store.in_thread(self._read, call)
         return None
 
     def _read(self, call: RequestCall) -> Reply:
@@ -628,7 +628,7 @@ class BucketTransport:
             return None if message.error else call.form
 
         try:
-            message, value, size = self._store.read(
+            message, value, size = self._store.read_with_arrays(
                 name, limit(call.form), ResponseMessage, form_of
             )
             if message.refused:
@@ -669,7 +669,7 @@ class BucketTransport:
         self._is_closed = True
         self._fault = None
         until_s = math.inf  # without a signal
-        ending = store.aside(self.act, end)
+        ending = store.in_thread(self.act, end)
         while not ending.done() and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             if processes.is_asked_to_stop():

@@ -69,7 +69,7 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
             raise ConfigError(
                 f"{address}: ADLOCO_KEY is not set; copy the whole command from the driver"
             )
-        yield store.at(address, secret, patience_s=patience_s)
+        yield store.open_bucket(address, secret, patience_s=patience_s)
         return
     remote = Remote(address, key)
     try:
@@ -89,7 +89,7 @@ def read_run(bucket: Store) -> RunDescription | None:
     told = False
     while not processes.is_asked_to_stop():
         try:
-            run = store.again(lambda: bucket.message("run.json", RunDescription))
+            run = store.retry_if_refused(lambda: bucket.read_message("run.json", RunDescription))
             if run is not None:
                 return run
         except Refused as error:
@@ -168,7 +168,7 @@ class BucketLearner:
         self._heartbeat_s = setup.settings.engine.heartbeat_s
         self._num_workers = setup.settings.ensemble.num_workers
         bucket.signatures.run = run_id
-        bucket.hold(setup.settings.engine.link)
+        bucket.limit_rate(setup.settings.engine.link)
         self.generation = 0  # number of the driver; 0: none is known yet
         self.handle: RequestId | None = None  # this learner's place in the run; None: it has none
         self.num_responses = 0  # that were written in this place
@@ -193,7 +193,7 @@ class BucketLearner:
                 if step == Step.OVER:
                     break
                 self.learner.leaving |= processes.is_asked_to_stop()
-                pause_s = store.longer(pause_s)
+                pause_s = store.next_pause_s(pause_s)
                 if step == Step.DONE:
                     pause_s = store.FIRST_PAUSE_S
                 elif self.learner.leaving and not self._is_awaited():
@@ -300,7 +300,7 @@ class BucketLearner:
         They are told apart by the id of the driver's start in the heartbeat. Nothing changes if
         there is no driver, or the bucket has become another run's.
         """
-        run = self._store.valid("run.json", RunDescription)
+        run = self._store.valid_message("run.json", RunDescription)
         self._is_others = run is not None and run.id != self._run_id
         if run is None or self._is_others:
             return
@@ -328,7 +328,7 @@ class BucketLearner:
 
     def _read_driver(self, generation: int) -> DriverHeartbeat | None:
         """Read the heartbeat of a driver; None if there is no valid one."""
-        return self._store.valid(f"driver/{generation}.json", DriverHeartbeat)
+        return self._store.valid_message(f"driver/{generation}.json", DriverHeartbeat)
 
     def _enlist(self) -> bool:
         """Take a free place in the driver's run; return whether there was one.
@@ -440,7 +440,7 @@ class BucketLearner:
 
         start_s = time.monotonic()
         most_bytes = limit([state_form(spec)] * self._num_workers)
-        message, inputs, _ = self._store.read(name, most_bytes, RequestMessage, form)
+        message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form)
         request = message.request
         if request is None:
             states = self.learner.states(message.wanted)
@@ -455,7 +455,7 @@ class BucketLearner:
         params = None
         if message.params is not None:
             params_form = sent_form(spec, request)
-            _, params, _ = self._store.read(
+            _, params, _ = self._store.read_with_arrays(
                 message.params, limit(params_form), Format, lambda _: params_form
             )
         self.learner.downloading_s = time.monotonic() - start_s

@@ -32,18 +32,25 @@ from adloco_jax.host.terminal import say
 from adloco_jax.settings import bytes_per_s
 
 JSON_LIMIT = 2**20  # largest accepted JSON object in bytes
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0  # between two looks at an object that has not changed
-LIMIT_S, BYTE_S = 5.0, 1e-5  # the deadline of a request: seconds, and more for each byte
+# The pause between two looks at an object that has not changed.
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 1.0
+# The deadline of a request: so many seconds, and more for each byte.
+LIMIT_S = 5.0
+BYTE_S = 1e-5
 TELL_S = 20.0  # seconds of waiting from one line about it to the next
 # A failed request is repeated after the first pause, which then doubles up to the longest.
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 3.0
+_FIRST_RETRY_S = 0.2
+_LONGEST_RETRY_S = 3.0
 _LONGER_DEADLINE = 8  # factor by which a request's deadline grows at most
-_GROWTH = 1.025  # of the pause from one look at an object to the next
+_GROWTH = 1 + 1 / 40  # of the pause between two looks, from one look at an object to the next
 _TOLD_FAILURES = 3  # failures of a request before the user is told
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
-_BURST_S = 0.05  # for which a link may catch up; what it carries at a time lasts as long
+_SHA256_DIGITS = 64  # hexadecimal digits, with which an object of `pack` begins
+# A link carries bytes in parts that take so long. It may catch up as much time that it was idle.
+_BURST_S = 0.05
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Format)
@@ -59,15 +66,17 @@ class Link:
         self._using = threading.Lock()
 
     def carry(self, num_bytes: float) -> None:
-        """Wait until the link would have carried some bytes after those of other threads.
+        """Wait as long as a link of this rate needs for some bytes, after those of other threads.
 
-        They are taken in parts, so that threads take turns.
+        Nothing is sent here: the caller sends or has received the bytes. They are taken in parts,
+        so that threads take turns.
         """
         while num_bytes > 0:
             part = min(num_bytes, self._bytes_per_s * _BURST_S)
             with self._using:
                 now_s = time.monotonic()
-                self._free_s = max(self._free_s, now_s - _BURST_S) + part / self._bytes_per_s
+                begin_s = max(self._free_s, now_s - _BURST_S)
+                self._free_s = begin_s + part / self._bytes_per_s
                 wait_s = self._free_s - now_s
             num_bytes -= part
             if wait_s > 0:
@@ -77,32 +86,34 @@ class Link:
 class Store:
     """Reads and writes objects for driver or learner, wherever they are kept; thread-safe.
 
-    A request that fails, or is not answered in a few times the usual time, is repeated, with
-    growing pauses, until it succeeds. The first of its kind (read, write) is given up soon if there
-    is no server, or no permission.
+    A request that fails, or is not answered before its deadline, is repeated, with growing pauses,
+    until it succeeds. The first of its kind (read, write) is given up soon if there is no server,
+    or no permission.
     """
 
     def __init__(self, objects: Objects, signing: Signatures, *, patience_s: float = math.inf):
-        """Use the objects of a keeper, such as a bucket, without a request.
+        """Store the arguments, without a request.
 
-        `signing` signs what is written, and checks what is read. A request that keeps failing for
-        `patience_s` seconds raises ResourceError.
+        Args:
+          objects: What keeps the objects, such as a bucket.
+          signing: Signs what is written, and checks what is read.
+          patience_s: Seconds after which a request that keeps failing raises ResourceError.
         """
         self._objects = objects
         self.signatures = signing
         self.patience_s = patience_s
         self.url = objects.address
         self._known = set[str]()  # kinds of request that have succeeded: "read", "write"
-        self._up = Link()
-        self._down = Link()
+        self._upload = Link()  # without a limit
+        self._download = Link()
 
-    def hold(self, link: str) -> None:
-        """Hold each direction of this process's transfers to the rate `link` (`engine.link`).
+    def limit_rate(self, link: str) -> None:
+        """Limit the rate of this store's transfers, each direction to `link` by itself.
 
-        It is written as "10Mbit/s"; empty is no limit.
+        `link` is the option `engine.link`, such as "10Mbit/s"; empty is no limit.
         """
-        self._up = Link(bytes_per_s(link))
-        self._down = Link(bytes_per_s(link))
+        self._upload = Link(bytes_per_s(link))
+        self._download = Link(bytes_per_s(link))
 
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object's content; None if there is no object.
@@ -112,9 +123,12 @@ class Store:
         most_bytes = limit + NUM_BYTES  # with its signature
 
         def read(failures: int) -> bytearray | None:
-            """Read the object, with its signature, once; raise an error if that fails."""
+            """Read the object, with its signature, after so many tries have failed.
+
+            Returns None if there is no object; raises an error if this try fails too.
+            """
             begin = functools.partial(self._objects.get, name)
-            stored = self._try(begin, num_bytes=0, failures=failures)
+            stored = self._request_once(begin, num_bytes=0, failures=failures)
             if stored is None:
                 return None
             size, pieces = stored  # bytes of the object, and an iterator of its parts
@@ -124,17 +138,17 @@ class Store:
             while len(data) < size:
                 length = min(REQUEST_BYTES, size - len(data))
                 read_piece = functools.partial(next, pieces)
-                piece = self._try(read_piece, num_bytes=length, failures=failures)
-                self._down.carry(len(piece))
+                piece = self._request_once(read_piece, num_bytes=length, failures=failures)
+                self._download.carry(len(piece))
                 data += piece
             return data
 
-        data = self.patiently("read", read)
+        data = self.retry("read", read)
         if data is None:
             return None
         return self.signatures.opened(name, bytes(data))
 
-    def message(self, name: str, kind: type[F]) -> F | None:
+    def read_message(self, name: str, kind: type[F]) -> F | None:
         """Read an object of JSON, which `to_json` made; None if there is no object.
 
         Raises Refused if it is damaged, not signed, or no message of this kind.
@@ -144,13 +158,13 @@ class Store:
             return None
         return from_json(data, name, kind)
 
-    def valid(self, name: str, kind: type[F]) -> F | None:
+    def valid_message(self, name: str, kind: type[F]) -> F | None:
         """Read an object of JSON; None if there is no object, or `message` would refuse it."""
         with contextlib.suppress(Refused):
-            return self.message(name, kind)
+            return self.read_message(name, kind)
         return None
 
-    def read(
+    def read_with_arrays(
         self, name: str, limit: int, kind: type[F], form: Callable[[F], PyTree]
     ) -> tuple[F, PyTree, int]:
         """Read an object of JSON and arrays, which `pack` made.
@@ -168,14 +182,15 @@ class Store:
           The message, the arrays in NumPy as a tree, and the object's size in bytes.
         """
 
-        def once() -> tuple[F, PyTree, int]:
+        def read() -> tuple[F, PyTree, int]:
+            """Read the object once, and check it."""
             data = self.get(name, limit=limit)
             if data is None:
                 raise Refused(f"{name}: missing")
             message, tree = unpack(data, name, kind, form)
             return message, tree, len(data)
 
-        return again(once)
+        return retry_if_refused(read)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -183,10 +198,11 @@ class Store:
         put = functools.partial(self._objects.put, name, signed)
 
         def write(failures: int) -> None:
-            self._try(put, num_bytes=len(signed), failures=failures)
+            """Write the object, after so many tries have failed, or raise an error."""
+            self._request_once(put, num_bytes=len(signed), failures=failures)
 
-        self._up.carry(len(signed))
-        self.patiently("write", write)
+        self._upload.carry(len(signed))
+        self.retry("write", write)
 
     def create(self, name: str, message: Format) -> bool:
         """Write an object of JSON unless there is one; return whether this call has written it.
@@ -194,20 +210,25 @@ class Store:
         A request whose response is lost is repeated, and then finds the object that it has written
         itself. A random text in the object tells it from that of another writer.
         """
-        data = to_json(message, uuid.uuid4().hex)
+        data = to_json(message, by=uuid.uuid4().hex)
         signed = self.signatures.signed(name, data)
-        put = functools.partial(self._objects.create, name, signed)
+        create = functools.partial(self._objects.create, name, signed)
 
         def write(failures: int) -> bool:
-            """Write the object once; return whether this call of `create` has written it."""
-            if self._try(put, num_bytes=len(signed), failures=failures):
+            """Write the object unless there is one, after so many tries have failed.
+
+            Returns whether this or an earlier try has written it.
+            """
+            has_written = self._request_once(create, num_bytes=len(signed), failures=failures)
+            if has_written:
                 return True
             try:
-                return self.get(name, limit=len(data)) == data
+                present = self.get(name, limit=len(data))
             except Refused:  # larger, or signed with another key: another writer's
                 return False
+            return present == data  # true if an earlier try has written it
 
-        return self.patiently("write", write)
+        return self.retry("write", write)
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted.
@@ -218,7 +239,7 @@ class Store:
         for name in names:
             delete = functools.partial(self._objects.delete, name)
             try:
-                self._try(delete, num_bytes=0, failures=0)
+                self._request_once(delete, num_bytes=0, failures=0)
             except TimeoutError:
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
@@ -227,33 +248,42 @@ class Store:
     def names(self) -> list[str]:
         """List the names of all objects; the list is empty if listing is not permitted."""
         with contextlib.suppress(Exception):
-            return self._try(self._objects.names, num_bytes=0, failures=0)
+            return self._request_once(self._objects.names, num_bytes=0, failures=0)
         return []
 
-    def _try(self, request: Callable[[], T], *, num_bytes: int, failures: int) -> T:
+    def _request_once(self, request: Callable[[], T], *, num_bytes: int, failures: int) -> T:
         """Make a request once, and return its result; raise TimeoutError after its deadline.
 
-        The deadline grows with `num_bytes`, the bytes that are sent or received, and doubles with
-        each of the `failures` of the same request before. A request that is never answered ends in
-        its own thread.
+        It runs in its own thread, which may wait on after the deadline.
+
+        Args:
+          request: A call of a method of the keeper.
+          num_bytes: Bytes that it sends or receives; with them the deadline grows.
+          failures: How often the same request has failed before. Each doubles the deadline, up to
+            `_LONGER_DEADLINE` times, but not after a signal, when nobody waits long.
         """
         limit_s = LIMIT_S + num_bytes * BYTE_S
         if not processes.is_asked_to_stop():
             limit_s *= min(2**failures, _LONGER_DEADLINE)
         try:
-            return aside(request).result(limit_s)
+            return in_thread(request).result(limit_s)
         except TimeoutError as error:
             raise TimeoutError(f"no response in {limit_s:.0f} s") from error
 
-    def patiently(self, kind: str, request: Callable[[int], T]) -> T:
+    def retry(self, kind: str, request: Callable[[int], T]) -> T:
         """Repeat a request until it succeeds, and return its result.
 
-        Refused and ConfigError are raised at once, as no other try can mend them. Raises
-        ResourceError after `patience_s` seconds, after a signal, or as `_give_up` says.
+        The user is told if it takes several tries, and when it succeeds after all.
 
         Args:
           kind: "read" or "write".
           request: Called with the number of its failures so far; raises an error if it fails.
+
+        Raises:
+          Refused: At once if `request` raises it, as no other try can mend that.
+          ConfigError: Likewise; or if a kind that has never succeeded is not permitted.
+          ResourceError: If it has failed for `patience_s` seconds or fails after a signal, or if a
+            kind that has never succeeded fails a few times.
         """
         start_s = time.monotonic()
         told_s = 0.0  # seconds after the start at which the user was last told; 0: not yet
@@ -264,15 +294,16 @@ class Store:
                 result = request(failures)
             except (Refused, ConfigError):
                 raise
-            except Exception as error:  # deliberately broad: keepers' errors have no common kind
+            except Exception as error:  # deliberately broad: errors of buckets have no common kind
                 failures += 1
                 failed_s = time.monotonic() - start_s
                 fault = f"{self.url}: cannot {kind} ({first_line(error)})"
                 if processes.is_asked_to_stop() or failed_s > self.patience_s:
                     raise ResourceError(fault) from error
                 if kind not in self._known:
-                    self._give_up(kind, error, failures)
-                if failures >= _TOLD_FAILURES and (not told_s or failed_s > told_s + TELL_S):
+                    self._raise_if_hopeless(kind, error, failures)
+                is_time = told_s == 0 or failed_s > told_s + TELL_S
+                if failures >= _TOLD_FAILURES and is_time:
                     told_s = failed_s
                     say(f"{fault}; waiting for the bucket, {failed_s:.0f} s")
             else:
@@ -284,11 +315,16 @@ class Store:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
-    def _give_up(self, kind: str, error: Exception, failures: int) -> None:
+    def _raise_if_hopeless(self, kind: str, error: Exception, failures: int) -> None:
         """Raise an error if a kind of request that has never succeeded will hardly ever do so.
 
         Raises ConfigError if it is not permitted, ResourceError after several failures, unless the
-        server says that it is busy.
+        server says that it is busy. Otherwise the caller may try again.
+
+        Args:
+          kind: "read" or "write".
+          error: What the request has raised.
+          failures: How often it has failed in a row.
         """
         fault = f"{self.url}: cannot {kind} objects ({first_line(error)})"
         if isinstance(error, Denied):
@@ -297,7 +333,7 @@ class Store:
             raise ResourceError(fault) from error
 
 
-def at(url: str, key: str, *, patience_s: float = math.inf) -> Store:
+def open_bucket(url: str, key: str, *, patience_s: float = math.inf) -> Store:
     """Open the bucket at an address, whose objects are signed with a key, without a request.
 
     Raises ConfigError for another address, or a missing parent folder.
@@ -305,10 +341,10 @@ def at(url: str, key: str, *, patience_s: float = math.inf) -> Store:
     return Store(Bucket(url), Signatures(key), patience_s=patience_s)
 
 
-def again(read: Callable[[], T]) -> T:
+def retry_if_refused(read: Callable[[], T]) -> T:
     """Return what `read` returns; call it again, after a pause, if it raises Refused.
 
-    The object may have been damaged only on its way. Raises Refused if it is refused each time.
+    The object may have been damaged only on its way. Raises Refused if it is refused three times.
     """
     for pause_s in READ_PAUSES_S:
         with contextlib.suppress(Refused):
@@ -317,15 +353,16 @@ def again(read: Callable[[], T]) -> T:
     return read()
 
 
-def longer(pause_s: float) -> float:
-    """Return the pause before the next look at an object, from the one before this look.
+def next_pause_s(pause_s: float) -> float:
+    """Return the pause between two looks at an object that follows one of `pause_s` seconds.
 
-    It grows by 1/40 with each look, so it is about 1/40 of the time since the object changed.
+    It grows by 1/40 with each look, so it is about 1/40 of the time since the object changed. It
+    ends at `LONGEST_PAUSE_S`.
     """
     return min(_GROWTH * pause_s, LONGEST_PAUSE_S)
 
 
-def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
+def in_thread(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
     """Call a function in a thread of its own; return the future of its result, or of its error.
 
     The thread does not hold up the end of the process.
@@ -333,6 +370,7 @@ def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
+        """Set the future's result or error; this is what the thread runs."""
         try:
             future.set_result(act(*arguments))
         except Exception as error:  # deliberately broad: who asks for the result raises it
@@ -346,7 +384,7 @@ def aside(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[
 
 
 def to_json(message: Format, by: str = "") -> bytes:
-    """Return an object of JSON without arrays.
+    """Return the bytes of an object of JSON without arrays, which `from_json` reads.
 
     `by` is a text that is written, but not read. It makes equal messages of two writers differ.
     """
@@ -376,10 +414,11 @@ def _sha256(message: Any) -> str:
 
 
 def pack(message: Format, tree: PyTree) -> bytes:
-    """Return an object of JSON and a tree of arrays; it begins with its SHA-256, in 64 digits.
+    """Return the bytes of an object of JSON and a tree of arrays, which `unpack` reads.
 
-    An array is named by its path in the tree. Arrays of zeros, such as fresh optimizer states, take
-    no space: the JSON has only their names. The JSON itself is one more array, of bytes.
+    It is the SHA-256 of the rest, in 64 digits, and a safetensors file. There an array is named by
+    its path in the tree. Arrays of zeros, such as fresh optimizer states, take no space: the JSON
+    has only their names. The JSON itself is one more array, of bytes, with the name "message".
     """
     sent: dict[str, np.ndarray] = {}
     zeros: list[str] = []
@@ -403,8 +442,8 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
     of `jax.ShapeDtypeStruct` that the arrays of a message must have. Raises Refused if the object
     is damaged, or has another form.
     """
-    packed = data[64:]
-    if hashlib.sha256(packed).hexdigest().encode() != data[:64]:
+    packed = data[_SHA256_DIGITS:]
+    if hashlib.sha256(packed).hexdigest().encode() != data[:_SHA256_DIGITS]:
         raise Refused(f"{name}: damaged (SHA-256)")
     try:
         parts = load(packed)
@@ -414,6 +453,7 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
         zeros = set(content["zeros"])
 
         def leaf(path: jax.tree_util.KeyPath, want: jax.ShapeDtypeStruct) -> np.ndarray:
+            """Return the array of a path in the tree, and take it out of `parts`."""
             key = jax.tree_util.keystr(path)
             if key in zeros:
                 return np.zeros(want.shape, want.dtype)
