@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import iroh
 import numpy as np
@@ -301,6 +302,56 @@ def test_a_driver_that_is_killed_and_started_again_has_the_ticket_of_before(monk
         direct.wait_for(direct_driver._open(b"l" * 32, engine, tmp_path / "ticket"))
     direct.wait_for(endpoint.close())
     assert again == ticket and (tmp_path / "ticket").stat().st_mode & 0o777 == 0o600
+
+
+def test_each_socket_keeps_the_port_that_the_ticket_names_for_it(tmp_path):
+    """IPv4 and IPv6 have a socket each, and either may come first in a ticket."""
+    both = "[2001:db8::7]:45741", "192.168.1.5:45743"
+    ticket = Ticket(b"p" * 32, SECRET, both)
+    assert direct_driver._here(ticket).addresses == ("[::1]:45741", "127.0.0.1:45743")
+    only = Ticket(b"p" * 32, SECRET, both[:1], "https://relay.example./")
+    assert direct_driver._here(only) == Ticket(b"p" * 32, SECRET, ("[::1]:45741",))
+    direct_driver._check_external(both[0])
+
+    (tmp_path / "ticket").write_text(str(ticket))
+    engine = EngineSettings(kind="direct", relay="off")
+    endpoint, _ = direct.wait_for(direct_driver._open(b"k" * 32, engine, tmp_path / "ticket"))
+    sockets = endpoint.bound_sockets()
+    direct.wait_for(endpoint.close())
+    assert sockets == ["0.0.0.0:45743", "[::]:45741"]
+
+
+def test_ticket_and_description_are_whole_when_a_write_fails(monkeypatch, tmp_path):
+    """A driver that is killed, or has no room, leaves what learners and the next driver know."""
+    made = direct_driver.RunObjects(tmp_path)
+    made.put("run.json", b"about the run")
+    engine = EngineSettings(kind="direct", relay="off")
+    endpoint, ticket = direct.wait_for(direct_driver._open(b"k" * 32, engine, tmp_path / "ticket"))
+    direct.wait_for(endpoint.close())
+    del endpoint
+    (tmp_path / ".ticket.partial").write_text("cut")  # of a driver that was killed
+    (tmp_path / ".ticket.partial").chmod(0o644)
+
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        made.put("run.json", b"about the run, again")
+    with pytest.raises(OSError, match="No space"):
+        direct.wait_for(direct_driver._open(b"k" * 32, engine, tmp_path / "ticket"))
+    assert (tmp_path / "run.json").read_bytes() == b"about the run"
+    assert (tmp_path / "ticket").read_text() == str(ticket)
+    assert (tmp_path / ".ticket.partial").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_peer_says_does_not_steer_the_terminal(driver, capsys):
+    """A name with escapes, an end of line or marks of direction could write lines of its own."""
+
+    async def asks(connection):
+        name = "x\x1b[2J\x9b1A\rround 9\nlearner \u202elost"
+        await direct._ask_on(connection, Question(do="get", name=name))
+
+    hostile(driver, asks)
+    shown = capsys.readouterr().out
+    assert "refused to get x?[2J?1A?round 9?learner ?lost: not its place" in shown
 
 
 def test_a_learner_reaches_a_driver_that_was_started_again(monkeypatch, joining):

@@ -31,13 +31,22 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced_file(path: Path) -> Iterator[BinaryIO]:
+def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for writing, which replaces `path` when the `with` block ends without an error.
 
     The content is on disk before. Raises ConfigError if `path` is no path of this machine.
+
+    Args:
+      path: The file to be written.
+      mode: Its permissions, of which the umask takes some away; 0o600: only its user may read it.
     """
     partial = local_path(path).with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    partial.unlink(missing_ok=True)  # of a process that was killed, with other permissions
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    with open(partial, "wb", opener=opener) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

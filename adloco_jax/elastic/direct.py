@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import filelock
 from pydantic import Field
 
-from adloco_jax.data.disk import write_errors
+from adloco_jax.data.disk import replaced_file, write_errors
 from adloco_jax.data.formats import Count, Format, checked
 from adloco_jax.elastic.messages import Refused
 from adloco_jax.elastic.objects import REQUEST_BYTES
@@ -41,6 +41,7 @@ CONNECT_S = 20.0  # for which a connection is tried
 SILENT_S = 30.0  # without a byte, after which a transfer has failed
 LOOK_S = 4.0  # from one look at a connection to the next
 LATE_S = 10.0  # for an answer to a look, after which the connection is given up
+SECRET_MODE = 0o600  # permissions of a file that only its user may read
 _HEADER_BYTES = 4096  # of a `Question` or `Answer` at most
 _SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not taken for a silent one
 _TOLD_BYTES = 2**20  # of a transfer whose rate is told
@@ -167,13 +168,14 @@ def send_at_once() -> bool:
     return True
 
 
-async def bind(key: bytes, *, relay: str, port: int = 0) -> Any:
-    """Open an endpoint of iroh, and return it.
+async def bind(key: bytes, *, relay: str, port: int = 0, port_v6: int = 0) -> Any:
+    """Open an endpoint of iroh, which has a socket for IPv4 and one for IPv6, and return it.
 
     Args:
       key: Its secret key, 32 bytes.
       relay: Address of the relay to use; "off": none; empty: the public ones.
-      port: UDP port; 0: any that is free.
+      port: UDP port of IPv4; 0: any that is free.
+      port_v6: UDP port of IPv6; 0: any that is free, or no socket if there is no IPv6.
     """
     import iroh
 
@@ -187,6 +189,8 @@ async def bind(key: bytes, *, relay: str, port: int = 0) -> Any:
     else:
         builder.relay_mode(iroh.RelayMode.default_mode())
     builder.bind_addr(f"0.0.0.0:{port}")
+    if port_v6:
+        builder.bind_addr(f"[::]:{port_v6}")
     builder.alpns([PROTOCOL])
     builder.secret_key(key)
     return await builder.bind()
@@ -312,12 +316,8 @@ def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
     If it is missing, it is written first, with what `make` returns, and appears whole.
     """
     if not path.exists():
-        whole = path.with_name(f".{path.name}.{os.getpid()}")  # a kill may leave it, cut
-        whole.unlink(missing_ok=True)
-        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with replaced_file(path, SECRET_MODE) as file:
             file.write(make())
-        whole.rename(path)
     return path.read_bytes()
 
 

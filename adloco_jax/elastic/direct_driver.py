@@ -11,14 +11,15 @@ import hashlib
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from adloco_jax.data.disk import replaced_file
 from adloco_jax.elastic import bucket, direct, store
 from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
-from adloco_jax.elastic.direct import Ticket, new_key, read_ticket, secret_file
+from adloco_jax.elastic.direct import SECRET_MODE, Ticket, new_key, read_ticket, secret_file
 from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.learner import LearnerSetup, state_form
 from adloco_jax.elastic.messages import DriverHeartbeat, Refused, RunDescription, array_bytes
@@ -76,36 +77,51 @@ class RunObjects(Memory):
         """Write an object, or replace it."""
         super().put(name, data)
         if name == "run.json":
-            self._file.write_bytes(data)
+            with replaced_file(self._file) as file:
+                file.write(data)
 
 
 def check_possible(settings: Settings, folder: Path) -> None:
     """Check that a run in a folder can let learners join directly; raise ConfigError if not."""
     check_installed("iroh", "", "engine.kind = direct")
-    _external(settings.engine.address)
+    _check_external(settings.engine.address)
     _check_relay(settings.engine.relay)
     learners = folder / "learners"
     there = Store(RunObjects(learners), Unneeded())
     bucket.check_continues(there, settings, learners / "id")
 
 
-def _external(address: str) -> tuple[str, int] | None:
-    """Return the IP and port of `engine.address`; None if it is empty.
-
-    Raises ConfigError if it is no IP:PORT.
-    """
+def _check_external(address: str) -> None:
+    """Raise ConfigError unless `engine.address` is empty, or IP:PORT."""
     if not address:
-        return None
-    host, _, port = address.rpartition(":")
+        return
     try:
-        ipaddress.ip_address(host.strip("[]"))
-        if not 0 < int(port) < 2**16:
+        (port,) = _ports([address]).values()
+        if not 0 < port < 2**16:
             raise ValueError
     except ValueError as error:
         raise ConfigError(
             f"engine.address = {address!r}: for direct IP:PORT, such as 203.0.113.7:4433, or empty"
         ) from error
-    return host, int(port)
+
+
+def _ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the IP of an address, such as 1.2.3.4:5 or [2001:db8::7]:5; or raise ValueError."""
+    host, _, _ = address.rpartition(":")
+    return ipaddress.ip_address(host.strip("[]"))
+
+
+def _ports(addresses: Iterable[str]) -> dict[int, int]:
+    """Return the UDP ports of addresses IP:PORT by the version of their IP, 4 or 6.
+
+    An endpoint has a socket for each version, with a port of its own. The first address of each
+    counts. Raises ValueError if one is no IP:PORT.
+    """
+    ports: dict[int, int] = {}
+    for address in addresses:
+        _, _, port = address.rpartition(":")
+        ports.setdefault(_ip_of(address).version, int(port))
+    return ports
 
 
 def _check_relay(relay: str) -> None:
@@ -166,28 +182,27 @@ def connected(
 async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ticket]:
     """Open the driver's endpoint, and write its ticket to the file at `path`; return both.
 
-    The port is that of `engine.address`, else that of the ticket of an earlier start, else any that
-    is free. Raises ResourceError if it cannot be used.
+    The ports of IPv4 and of IPv6 are that of `engine.address`, else those of the ticket of an
+    earlier start, else any that are free. Raises ResourceError if one cannot be used.
     """
     import iroh
 
-    port = 0
-    external = _external(engine.address)
-    if external is not None:
-        _, port = external
-    elif path.exists():
-        before = read_ticket(path.read_text("utf-8"))
-        port = int(before.addresses[0].rpartition(":")[2])
+    wanted = [engine.address] if engine.address else []
+    if path.exists():
+        wanted += read_ticket(path.read_text("utf-8")).addresses
+    ports = _ports(wanted)
+    port, port_v6 = ports.get(4, 0), ports.get(6, 0)
 
     until_s = time.monotonic() + _FREE_S
     while True:
         try:
-            endpoint = await direct.bind(key, relay=engine.relay, port=port)
+            endpoint = await direct.bind(key, relay=engine.relay, port=port, port_v6=port_v6)
             break
         except iroh.IrohError as error:
             if time.monotonic() > until_s:
+                used = " and ".join(str(number) for number in sorted({*ports.values()}))
                 raise ResourceError(
-                    f"engine.kind = direct: cannot use UDP port {port} ({error.message()}); end the"
+                    f"engine.kind = direct: cannot use UDP port {used} ({error.message()}); end the"
                     " process that uses it, or name another port (engine.address)"
                 ) from error
         await asyncio.sleep(0.1)
@@ -200,7 +215,7 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
     # Where learners reach this computer.
     place = endpoint.addr()
     addresses = _reachable(place.direct_addresses())
-    if external is not None:
+    if engine.address:
         addresses.insert(0, engine.address)
     if not addresses:
         _, _, bound_port = endpoint.bound_sockets()[0].rpartition(":")
@@ -212,8 +227,8 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
         addresses=tuple(addresses),
         relay=place.relay_url() or "",
     )
-    secret_file(path, str(ticket).encode)  # only its user may read it
-    path.write_text(str(ticket), "utf-8")
+    with replaced_file(path, SECRET_MODE) as file:
+        file.write(str(ticket).encode())
     return endpoint, ticket
 
 
@@ -229,8 +244,7 @@ def _reachable(addresses: list[str]) -> list[str]:
             route_ip, _ = probe.getsockname()
     ips = {}  # by address
     for address in addresses:
-        host, _, _ = address.rpartition(":")
-        ip = ipaddress.ip_address(host.strip("[]"))
+        ip = _ip_of(address)
         if not (ip.is_loopback or ip.is_link_local):
             ips[address] = ip
     usable = sorted(ips, key=lambda address: str(ips[address]) != route_ip)  # False is first
@@ -239,8 +253,9 @@ def _reachable(addresses: list[str]) -> list[str]:
 
 def _here(ticket: Ticket) -> Ticket:
     """Return the ticket for a learner on this computer."""
-    _, _, port = ticket.addresses[0].rpartition(":")
-    return dataclasses.replace(ticket, addresses=(f"127.0.0.1:{port}",), relay="")
+    own = {4: "127.0.0.1", 6: "[::1]"}  # addresses by the version of IP
+    addresses = [f"{own[version]}:{port}" for version, port in _ports(ticket.addresses).items()]
+    return dataclasses.replace(ticket, addresses=tuple(addresses), relay="")
 
 
 def _most_bytes(given: LearnerSetup) -> int:
