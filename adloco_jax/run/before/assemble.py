@@ -81,9 +81,9 @@ def assemble(
     """
     began_s = time.perf_counter()
     if trains:
-        check_engine(settings, workdir)
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
+        check_engine(settings, workdir)  # last, as it may ask a bucket or a relay
 
     by_fit = model is not None
     if model is None:

@@ -246,13 +246,14 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 " from a copy"
             )
         return
-    recorded_values = before.config.flat()
-    values = settings.with_rows(before.config.num_rows).flat()
+    settings = settings.with_rows(before.config.num_rows)  # as the record knows them
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in OPTIONS:
-        if recorded_values[key] != values[key]:
-            line = f"{key}: was {recorded_values[key]!r}, is {values[key]!r}"
-            changed[change_of(key, settings)].append(line)
+        value_of = attrgetter(key)
+        was = value_of(before.config)
+        now = value_of(settings)
+        if was != now:
+            changed[change_of(key, settings)].append(f"{key}: was {was!r}, is {now!r}")
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
