@@ -6,7 +6,6 @@ error, or is not installed, is dropped, with a line and a `fault`; the run goes 
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +15,22 @@ from adloco_jax.errors import reason
 from adloco_jax.settings import LogSettings
 
 Send = Callable[[dict], None]
+"""A function that is given a line of the ledger, and sends what a tracker shows of it."""
 
+# Kinds of lines of the ledger: those that are sent whole as text, and those whose numbers are sent.
 _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 _AS_NUMBERS = ("round", "eval", "merge", "memory")
-_PLACES = ("round", "trainer", "into")
+_PLACES = ("round", "trainer", "into")  # fields that say where a number belongs, and are none
 
 
 def scalars(event: dict) -> dict[str, float]:
     """Map names of the numbers in a ledger line to their finite values.
 
     Names are `<field>/trainer_<id>`, `<field>/consensus`, `<field>/<kind of event>`, and
-    `device_peak_bytes/<device number>`.
+    `device_peak_bytes/<device number>`. Without numbers to send, the result is empty.
     """
-    kind, trainer = event["event"], event.get("trainer")
+    kind = event["event"]
+    trainer = event.get("trainer")
     if kind not in _AS_NUMBERS:
         return {}
     if trainer is None:
@@ -46,7 +48,11 @@ def scalars(event: dict) -> dict[str, float]:
 
 
 def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
-    """List the training losses within a round, each with the trainer's updates until then."""
+    """List the training losses within a round: the trainer's updates until then, and {name: loss}.
+
+    Losses that were not finite are left out. `event` is any line of the ledger; only `round` lines
+    have such losses.
+    """
     name = f"train_loss_by_update/trainer_{event.get('trainer')}"
     pairs = event.get("train_losses", ())
     return [(updates, {name: loss}) for updates, loss in pairs if loss is not None]
@@ -54,9 +60,10 @@ def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Open a tracker that writes TensorBoard files in the run's folder; yield its send.
+    """Open a tracker that writes TensorBoard files in the run's folder; yield its `Send`.
 
-    The whole history is sent again; it hides older files. `history` ends with this `start` line.
+    `history` has the lines of the ledger so far, and ends with the `start` line of this process.
+    The caller sends all of it again, and what older files have is hidden.
     """
     from tensorboardX import SummaryWriter
 
@@ -64,11 +71,13 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     # The history is sent again because a killed process may have lost the last part of its file.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
-        def send(event):
-            by_step = [*losses_by_update(event), (event.get("round"), scalars(event))]
-            for step, named in by_step:
-                for name, value in named.items():
-                    writer.add_scalar(name, value, step)
+        def send(event: dict) -> None:
+            """Write a line's numbers by round, and its losses within the round by update."""
+            for updates, named in losses_by_update(event):
+                for name, loss in named.items():
+                    writer.add_scalar(name, loss, updates)
+            for name, value in scalars(event).items():
+                writer.add_scalar(name, value, event["round"])
             if event["event"] in _AS_TEXT:
                 writer.add_text(event["event"], json.dumps(event), event["round"])
 
@@ -79,27 +88,34 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """Open a tracker that sends a run to W&B, or with WANDB_MODE=offline writes to the folder.
 
-    The id hashes the first `start` line, so a resumed run continues. W&B cannot overwrite, so its
-    steps are numbered, and those that it has are not sent again.
+    `history` has the lines of the ledger so far, and ends with the `start` line of this process.
+    The caller sends all of it again. A row of W&B is what one call of `log` sends. W&B cannot
+    overwrite rows, so they are numbered in the order of the ledger, and those that it has already
+    are not sent again.
     """
     import wandb
 
-    first = next(event for event in history if event["event"] == "start")
+    first_start = next(event for event in history if event["event"] == "start")
+    newest_start = history[-1]
+    # The same in each process of a run, so that W&B continues a run that is resumed.
+    run_id = hashlib.sha256(json.dumps(first_start).encode()).hexdigest()[:16]
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", "adloco-jax"),
-        id=hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
-        name=first["run"],
-        config=history[-1]["config"],
+        id=run_id,
+        name=first_start["run"],
+        config=newest_start["config"],
         dir=str(workdir),
         resume="allow",
         settings=wandb.Settings(console="off"),
     ) as run:
         run.define_metric("*", step_metric="round")
         run.define_metric("train_loss_by_update/*", step_metric="updates")
-        first_step = run.step  # W&B has those before
-        steps = itertools.count()
+        first_step = run.step  # number of rows that W&B has already
+        num_rows = 0  # rows of the lines that `send` was given
 
-        def send(event):
+        def send(event: dict) -> None:
+            """Number the rows of a line of the ledger, and send those that W&B lacks."""
+            nonlocal num_rows
             rows: list[dict] = []
             for updates, named in losses_by_update(event):
                 rows.append(named | {"updates": updates})
@@ -108,7 +124,9 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
                 shown[event["event"]] = json.dumps(event)
             if shown:
                 rows.append(shown | {"round": event["round"]})
-            for row, step in zip(rows, steps, strict=False):
+            for row in rows:
+                step = num_rows
+                num_rows += 1
                 if step >= first_step:
                     run.log(row, step=step)
 
@@ -134,14 +152,20 @@ class Trackers:
     ):
         """Store the arguments; the `start` line opens the trackers.
 
-        `history` is a resumed run's, sent again; `on_fault` gets name, round and cause of a drop.
+        Args:
+          log: Says which of the package's trackers are used.
+          workdir: Folder of the run.
+          history: Lines of the ledger that earlier processes wrote, which are sent again.
+          on_fault: Called when a tracker is dropped, with its name, the round and the cause.
         """
+        # A user's own entry of `LOGGERS` has no option, and is always used.
         self._names = [name for name in LOGGERS if getattr(log, name, True)]
         self._workdir = workdir
         self._history = history
         self._on_fault = on_fault
-        self._sends: dict[str, Send] = {}  # of trackers in use
-        self._stacks: dict[str, contextlib.ExitStack] = {}  # what closes each of them
+        # By name of each tracker in use: its function `send`, and what closes it.
+        self._sends: dict[str, Send] = {}
+        self._stacks: dict[str, contextlib.ExitStack] = {}
 
     def __call__(self, event: dict) -> None:
         """Send a line of the ledger to every tracker; the `start` line opens the trackers."""
@@ -151,7 +175,7 @@ class Trackers:
                 with self._dropped_if_it_raises(name, at_round):
                     self._open(name, event)
         elif event["event"] in (*_AS_NUMBERS, *_AS_TEXT):
-            for name, send in [*self._sends.items()]:
+            for name, send in [*self._sends.items()]:  # a copy, because a drop removes one
                 with self._dropped_if_it_raises(name, at_round):
                     send(event)
 
@@ -164,7 +188,7 @@ class Trackers:
                 stack.close()
 
     def _open(self, name: str, start: dict) -> None:
-        """Open a tracker, and send it the history."""
+        """Open the tracker `name` of `LOGGERS`; send it the earlier lines, then `start`."""
         history = [*self._history, start]
         stack = contextlib.ExitStack()
         send = stack.enter_context(LOGGERS[name](self._workdir, history))
