@@ -103,6 +103,6 @@ def test_the_closing_table_counts_waits_for_programs_as_compiling(tmp_path):
     events = curves.read_run(write_run(tmp_path)).events
     events = [e | {"step_s": 20.0, "stall_s": 9.0} if e["event"] == "round" else e for e in events]
     total = len({e["round"] for e in events if e["event"] == "round"})
-    said = dict(summary.described(summary.totals(events)))["of which"]
+    said = dict(summary.totals_as_text(summary.totals(events)))["of which"]
     compiling, rounds = summary.seconds(9.0 * total), summary.seconds(11.0 * total)
     assert f"compiling {compiling}, rounds {rounds}, " in said

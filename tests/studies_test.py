@@ -109,7 +109,7 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     totals = summary.totals(events)
     assert second["syncs"] == totals["syncs_total"] + totals["consensus_syncs"]
     assert second["bytes"] == totals["bytes_total"] + totals["consensus_bytes"]
-    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(totals)
+    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.totals_as_text(totals)
     assert curves.heldout_points(events)[-1]["bytes"] == second["bytes"]
 
 

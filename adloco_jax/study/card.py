@@ -33,7 +33,7 @@ def write(
     run = curves.RunRecord(workdir, events)
     config = run.start["config"]
     own = run.start.get("own", [])
-    facts = dict(summary.described(summary.totals(events, trainer=trainer)))
+    facts = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))
     init_from = config["model"]["init_from"]
     data = config["data"]
     base = _on_hub(init_from)

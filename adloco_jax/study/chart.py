@@ -25,12 +25,15 @@ _HUGE = 1e290  # limit of drawn values, so that sums do not overflow
 _MAX_TICKS = 5  # number of ticks that fit a phone's width
 _MAX_LABEL = 22  # characters of a curve's label
 _LABEL_PX = 14  # distance between two lines of text
+_CHARACTER_EM = 0.55  # mean width of a character, relative to the size of the text
 
-NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
+# Numbers of colours and of kinds of dashes: without a common factor, so 42 curves look different.
+NUM_COLORS = 7
+NUM_DASHES = 6
 
 
 def look(index: int) -> str:
-    """The CSS classes of colour and dashes of curve `index`, from 0, the same in every chart."""
+    """Return the CSS classes, colour and dashes, of curve `index`, from 0, in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
@@ -50,12 +53,15 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Position of a value on the axis: 0 for `low` and less, 1 for `high` and more."""
-        low, high = self.low, self.high
-        value = min(max(value, low), high)
-        if self.is_log:
-            low, value, high = map(math.log, (low, value, high))
-        return (value - low) / (high - low)
+        """Return the position of a value on the axis, from 0 at `low` to 1 at `high`.
+
+        Values beyond an end are placed at this end.
+        """
+        value = min(max(value, self.low), self.high)
+        scale = math.log if self.is_log else float
+        low = scale(self.low)
+        high = scale(self.high)
+        return (scale(value) - low) / (high - low)
 
 
 def axis(
@@ -70,6 +76,8 @@ def axis(
 ) -> Axis:
     """Make an axis whose range covers the finite ones of `values`.
 
+    Without any it covers 1, and a range without length is widened.
+
     Args:
       label: Name of the quantity. It includes the unit, unless `unit` has the unit.
       values: The values that will be drawn.
@@ -79,27 +87,46 @@ def axis(
       margin: Empty room at both ends, as a fraction of the length that the values cover.
       max_ticks: Upper limit of ticks.
     """
-    shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
-    low, high = min(shown), max(shown)
+    shown = [value for value in values if abs(value) < _HUGE]  # NaN is not less than anything
     if base:
-        room = (high / low) ** margin if high > 1.01 * low else base
-        low, high = low / room, high * room
-        return Axis(label, low, high, _log_ticks(low, high, base, max_ticks), True, unit)
+        shown = [value for value in shown if value > 0]
+    if not shown:
+        shown = [1.0]
+    low = min(shown)
+    high = max(shown)
+
+    if base:
+        factor = base  # one power on both sides, if the values are almost alike
+        if high > 1.01 * low:
+            factor = (high / low) ** margin
+        low /= factor
+        high *= factor
+        ticks = _log_ticks(low, high, base, max_ticks)
+        return Axis(label, low, high, ticks, is_log=True, unit=unit)
+
     if high == low:
-        low, high = min(0.0, low), max(1.0, high)
+        low = min(0.0, low)
+        high = max(1.0, high)
     room = margin * (high - low)
-    low, high = low - room, high + room
-    return Axis(label, low, high, _ticks(low, high, max_ticks, whole=whole), False, unit)
+    low -= room
+    high += room
+    ticks = _ticks(low, high, max_ticks, whole=whole)
+    return Axis(label, low, high, ticks, is_log=False, unit=unit)
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Ticks of a linear axis: multiples of a step that is 1, 2, 2.5 or 5 times a power of ten."""
+    """Return at most `most` ticks of a linear axis, with `whole` only whole numbers.
+
+    They are the multiples of the smallest step that is not too small. A step is 1, 2, 2.5 or 5
+    times a power of ten.
+    """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     if whole:
         sizes = [size for size in sizes if size % 1 == 0] or [1.0]
     for step in sizes:
-        first = math.ceil(low / step - 1e-9)  # a tick at an end, in spite of rounding
+        # The first and the last multiple; a tick at an end counts in spite of rounding.
+        first = math.ceil(low / step - 1e-9)
         last = math.floor(high / step + 1e-9)
         if last - first < most:
             break
@@ -107,16 +134,25 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Ticks of a logarithmic axis: powers of the base, of which some are left out if they crowd."""
+    """Return about `most` ticks of a logarithmic axis: powers of the base, not all if they crowd.
+
+    With base 10, also 2 and 5 times the powers, if these do not crowd. A range with less than two
+    such ticks has those of a linear axis.
+    """
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
-    sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
+    choices = []  # of ticks, from many to few
     if base == 10:
-        sets.insert(0, [m * 10.0**p for p in powers for m in (1, 2, 5)])
-    for ticks in sets:
-        ticks = [tick for tick in ticks if low / 1.001 <= tick <= 1.001 * high]
+        choices.append([factor * 10.0**power for power in powers for factor in (1, 2, 5)])
+    for every in (1, 2, 3, 5, 10):
+        choices.append([float(base) ** power for power in powers if power % every == 0])
+    for choice in choices:
+        # A tick at an end counts in spite of rounding.
+        ticks = [tick for tick in choice if low / 1.001 <= tick <= 1.001 * high]
         if len(ticks) <= most:
             break
-    return ticks if len(ticks) > 1 else _ticks(low, high, most)
+    if len(ticks) < 2:
+        return _ticks(low, high, most)
+    return ticks
 
 
 class Curve(NamedTuple):
@@ -127,7 +163,8 @@ class Curve(NamedTuple):
     classes: str  # CSS classes of `chart.css`
     label: str = ""  # text beside the curve's end
     key: str = ""  # text that replaces the label if there is little room
-    band: tuple[Sequence[float] | np.ndarray, ...] | None = None  # an area around it
+    # Lower and upper y of an area around the line, at the same x.
+    band: tuple[Sequence[float] | np.ndarray, ...] | None = None
 
 
 def points(
@@ -136,26 +173,26 @@ def points(
     """Make three curves for each dot: the dot, and bars over the ranges of its values.
 
     `x` and `y` have the lowest, middle and highest value of each dot; the last dot has the label.
+    `color` is the dots' CSS class.
     """
     curves = []
-    for across, up in zip(x, y, strict=True):
-        curves += [
-            Curve([across[0], across[2]], [up[1]] * 2, f"{color} thin"),
-            Curve([across[1]] * 2, [up[0], up[2]], f"{color} thin"),
-            Curve([across[1]], [up[1]], f"{color} mark"),
-        ]
-    return [*curves[:-1], curves[-1]._replace(label=label)]
+    for (left, middle_x, right), (low, middle_y, high) in zip(x, y, strict=True):
+        curves.append(Curve([left, right], [middle_y, middle_y], f"{color} thin"))
+        curves.append(Curve([middle_x, middle_x], [low, high], f"{color} thin"))
+        curves.append(Curve([middle_x], [middle_y], f"{color} mark"))
+    curves[-1] = curves[-1]._replace(label=label)
+    return curves
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The points (x and y) of a curve that is constant from n - 1 to n for round n.
+    """Return x and y of a curve that is constant from n - 1 to n for round n.
 
-    It has a gap where rounds are missing.
+    It has a gap where rounds are missing. `rounds` ascend, with a value for each.
     """
     x: list[float] = []
     y: list[float] = []
     for number, value in zip(rounds, values, strict=True):
-        if x and x[-1] < number - 1:
+        if x and x[-1] < number - 1:  # a round is missing; NaN makes the gap
             x.append(number - 1)
             y.append(math.nan)
         x += [number - 1, number]
@@ -213,22 +250,26 @@ def chart(
     # Many curves share the bins of a chart, so that the page stays small; 50 still show a curve.
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
-    ends = {}  # of the curves with a label, by their index
+
+    ends = {}  # the last point of each curve with a label, by the curve's index
     for index, curve in enumerate(curves):
         end = _end(curve, x, y)
         if curve.label and end is not None:
             ends[index] = end
     gap = min(label_px, height / max(1, len(ends) - 1))
-    rows = apart([up * height for _, up in ends.values()], gap, height)
-    for (index, end), row in zip(ends.items(), rows, strict=True):
-        drawn[index] += _label(curves[index], end, row / height)
+    rows_px = apart([from_top * height for _, from_top in ends.values()], gap, height)
+    for (index, end), row_px in zip(ends.items(), rows_px, strict=True):
+        drawn[index] += _label(curves[index], end, row_px / height)
+
     body = "".join(
         f'<g class="curve {curve.classes}" data-k="{escaped(curve.key)}">{path}</g>'
         for curve, path in zip(curves, drawn, strict=True)
     )
     left = [(1 - y.at(tick), short(tick, y.unit)) for tick in y.ticks]
-    crowded = " crowded" if gap < label_px - 1 else ""
-    return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=crowded)
+    classes = ""
+    if gap < label_px - 1:
+        classes = " crowded"
+    return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=classes)
 
 
 def frame(
@@ -243,16 +284,19 @@ def frame(
 ) -> Panel:
     """Put SVG elements, positioned in percent, into a box with a grid, ticks and axis labels.
 
-    `left` has texts on the left, each with a grid line, and their distance from the top (0 to 1).
+    `left` has pairs: the distance from the top (0 to 1) of a grid line, and the text on its left.
     """
-    across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
-    up = [(f"{100 * row:.2f}%", text) for row, text in left]
-    grid = [f'<line class="grid" x1="{p}" x2="{p}" y1="0" y2="100%"/>' for p, _ in across]
-    grid += [f'<line class="grid" x1="0" x2="100%" y1="{p}" y2="{p}"/>' for p, _ in up]
-    ticks = [f'<text class="tick" x="{p}" y="100%" dy="1.4em">{t}</text>' for p, t in across]
-    ticks += [
-        f'<text class="tick left" x="0" dx="-.6em" y="{p}">{escaped(t)}</text>' for p, t in up
-    ]
+    grid = []
+    ticks = []
+    for tick in x.ticks:
+        across = f"{100 * x.at(tick):.2f}%"
+        words = short(tick, x.unit)
+        grid.append(f'<line class="grid" x1="{across}" x2="{across}" y1="0" y2="100%"/>')
+        ticks.append(f'<text class="tick" x="{across}" y="100%" dy="1.4em">{words}</text>')
+    for from_top, words in left:
+        row = f"{100 * from_top:.2f}%"
+        grid.append(f'<line class="grid" x1="0" x2="100%" y1="{row}" y2="{row}"/>')
+        ticks.append(f'<text class="tick left" x="0" dx="-.6em" y="{row}">{escaped(words)}</text>')
     inside = "".join([*grid, body, *ticks])
     return Panel(title, inside, height, x.label, y_label, classes)
 
@@ -260,14 +304,17 @@ def frame(
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
     """Move positions so that neighbours are at least `gap` apart, and keep their order.
 
-    The moved positions lie between 0 and `high`, as far as there is room for all.
+    The moved positions lie between 0 and `high`, as far as there is room for all. They are returned
+    in the order of `wanted`, which need not be sorted.
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     rows = [0.0] * len(wanted)
+    # From the lowest on, each is moved up until it is far enough from the one before.
     least = 0.0
     for index in order:
         rows[index] = max(wanted[index], least)
         least = rows[index] + gap
+    # Those that are then too high are moved down, with all that stand in their way.
     most = high
     for index in reversed(order):
         rows[index] = min(rows[index], most)
@@ -298,23 +345,30 @@ def document(
       font_px: Size of the text, in pixels.
       key: Names and CSS classes of curves that have no labels, shown above the panels.
     """
-    em = font_px
-    x = em  # where the next name of the key begins
-    top = 0.0
+    em = font_px  # lengths are multiples of the size of the text
+    top = 0.0  # the height of what is drawn so far
     parts = []
+
+    # The key: a short line and a name for each kind of curve.
+    x = em  # where the next name begins
     for label, classes in key:
-        room = (3.2 + 0.55 * len(label)) * em
+        room = (3.2 + _CHARACTER_EM * len(label)) * em
         if x + room > width:
-            x, top = em, top + 1.6 * em
+            x = em
+            top += 1.6 * em
         line = f'<path class="line" d="M{x:g} {top + 1.4 * em:g}h{1.4 * em:g}"/>'
         name = text(x + 2 * em, top + 1.4 * em, label, "end")
         parts.append(f'<g class="{classes}">{line}{name}</g>')
         x += room
-    top += 2 * em if key else 0
-    for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
+    if key:
+        top += 2 * em
+
+    # The panels: above each box its title and the label of y, below it the label of x.
+    for first in range(0, len(panels), columns):
+        row = panels[first : first + columns]
         top += 3.6 * em
         for column, panel in enumerate(row):
-            left = column * width / columns + 5 * em
+            left = column * width / columns + 5 * em  # of the box, after room for its ticks
             box_px = width / columns - 5 * em - right_px
             parts.append(text(left - 4 * em, top - 2 * em, panel.title, "heading"))
             parts.append(text(left - 4 * em, top - 0.7 * em, panel.y_label, "tick start"))
@@ -325,14 +379,15 @@ def document(
                 f' height="{panel.height}" overflow="visible">{panel.body}</svg>'
             )
         top += max(panel.height for panel in row) + 3.6 * em
-    for line in textwrap.wrap(caption, int(width / em / 0.55)):
+
+    for line in textwrap.wrap(caption, int(width / em / _CHARACTER_EM)):
         top += 1.5 * em
         parts.append(text(em, top, line, "tick start"))
     return svg(width, math.ceil(top + em), title, parts, font_px=font_px)
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
-    """The SVG element of one line of text in a figure; `x` and `y` are in pixels."""
+    """Return the SVG element of one line of text in a figure; `x` and `y` are in pixels."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}">{escaped(words)}</text>'
 
 
@@ -350,19 +405,26 @@ def svg(width: int, height: int, title: str, parts: Sequence[str], *, font_px: i
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """The last finite point of a curve, from the left and from the top; None if there is none."""
-    finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
-    if not finite:
-        return None
-    last_x, last_y = finite[-1]
-    return x.at(last_x), 1 - y.at(last_y)
+    """Return where a curve's last finite point is, from the left and from the top (0 to 1).
+
+    None if the curve has no finite point.
+    """
+    for x_value, y_value in zip(reversed(curve.x), reversed(curve.y), strict=True):
+        if math.isfinite(y_value):
+            return x.at(x_value), 1 - y.at(y_value)
+    return None
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
-    """Draw a curve's label to the right of the box, and a thin line to it from the curve's end."""
+    """Draw a curve's label to the right of the box, and a thin line to it from the curve's end.
+
+    `end` is a result of `_end`; `row` is the label's distance from the top (0 to 1).
+    """
     end_x, end_y = (f"{100 * value:.1f}%" for value in end)
     label_y = f"{100 * row:.1f}%"
-    key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
+    key = ""
+    if curve.key:
+        key = f'<tspan class="key">{escaped(curve.key)}</tspan> '
     return (
         f'<line class="leader" x1="{end_x}" y1="{end_y}" x2="100%" y2="{label_y}"/>'
         f'<text class="end" x="100%" dx=".4em" y="{label_y}">{key}'
@@ -371,22 +433,30 @@ def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
 
 
 def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
-    """The SVG of a curve and of its band, in coordinates that stretch with the box."""
-    points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
+    """Return the SVG of a curve and of its band, in coordinates that stretch with the box.
+
+    At most four points are drawn for each of `num_bins` parts of the horizontal axis.
+    """
+    line = ""
+    for stretch in _placed(curve.x, curve.y, x, y):
+        line += _drawn(_thinned(stretch, num_bins))
+        if len(stretch) == 1:
+            line += "h0"  # a line of length zero, whose round ends make a dot
     area = ""
     if curve.band:
-        pairs = [
-            pair if all(map(math.isfinite, pair)) else (math.nan,) * 2
-            for pair in zip(*curve.band, strict=True)
-        ]
-        low, high = (_placed(curve.x, edge, x, y) for edge in zip(*pairs, strict=True))
-        area = "".join(
-            _drawn([*_thinned(a, num_bins), *reversed(_thinned(b, num_bins))]) + "Z"
-            for a, b in zip(low, high, strict=True)
-        )
-        area = f'<path class="band" d="{area}"/>'
-    # A single point is drawn as a line of length zero; its round ends make a dot.
-    line = "".join(_drawn(run) + ("h0" if len(run) == 1 else "") for run in points)
+        # Both edges have their gaps at the same x, so that their stretches belong together.
+        lower = []
+        upper = []
+        for low, high in zip(*curve.band, strict=True):
+            is_gap = not (math.isfinite(low) and math.isfinite(high))
+            lower.append(math.nan if is_gap else low)
+            upper.append(math.nan if is_gap else high)
+        outlines = ""  # along the lower edge, and back along the upper one
+        stretches = zip(_placed(curve.x, lower, x, y), _placed(curve.x, upper, x, y), strict=True)
+        for below, above in stretches:
+            back = reversed(_thinned(above, num_bins))
+            outlines += _drawn([*_thinned(below, num_bins), *back]) + "Z"
+        area = f'<path class="band" d="{outlines}"/>'
     return (
         f'<svg class="box" viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none">'
         f'{area}<path class="line" d="{line}"/></svg>'
@@ -396,13 +466,18 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
-    """Place points in the box of a curve; a stretch ends where y is not finite."""
+    """Return the coordinates of points in the box of a curve, in stretches without a gap.
+
+    A stretch ends where y is not finite. `xs` and `ys` are values on the axes `x` and `y`.
+    """
     stretches: list[list[tuple[int, int]]] = [[]]
-    for a, b in zip(xs, ys, strict=True):
-        if not math.isfinite(b):
+    for x_value, y_value in zip(xs, ys, strict=True):
+        if not math.isfinite(y_value):
             stretches.append([])
-        else:
-            stretches[-1].append((round(_UNITS * x.at(a)), round(_UNITS * (1 - y.at(b)))))
+            continue
+        across = round(_UNITS * x.at(x_value))
+        down = round(_UNITS * (1 - y.at(y_value)))
+        stretches[-1].append((across, down))
     return [stretch for stretch in stretches if stretch]
 
 
@@ -410,9 +485,10 @@ def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int
     """Keep the first, last, highest and lowest point of each bin of the horizontal axis."""
     if len(points) <= 2 * num_bins:
         return [*points]
-    bins: dict[int, list[int]] = {}
+    bins: dict[int, list[int]] = {}  # positions in `points`, by bin
     for index, (across, _) in enumerate(points):
-        bins.setdefault(across * num_bins // (_UNITS + 1), []).append(index)
+        number = across * num_bins // (_UNITS + 1)
+        bins.setdefault(number, []).append(index)
     kept = []
     for members in bins.values():
         by_height = sorted(members, key=lambda index: points[index][1])
@@ -421,4 +497,5 @@ def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int
 
 
 def _drawn(points: Sequence[tuple[int, int]]) -> str:
+    """Return the commands of an SVG path: move to the first point, draw lines to the others."""
     return "M" + "L".join(f"{a},{b}" for a, b in points)

@@ -1,6 +1,5 @@
 """Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens."""
 
-import itertools
 import json
 import math
 import os
@@ -79,13 +78,18 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
     if not runs or are_twice or (labels and len(labels) != len(runs)):
         given = f"{len(labels)} labels" if labels else "no labels"
         raise ConfigError(f"{len(runs)} runs, {given}: give each run once, and one label for each")
-    common = os.path.commonpath([folder.parent for folder in folders])
-    labels = labels or [os.path.relpath(folder, common) for folder in folders]
-    groups: dict[str, Variant] = {}
+    if not labels:
+        common = os.path.commonpath([folder.parent for folder in folders])
+        labels = [os.path.relpath(folder, common) for folder in folders]
+
+    groups: dict[str, Variant] = {}  # by their config without the seed, as text
     for run, label in zip(runs, labels, strict=True):
-        config = {k: v for k, v in run.start["config"].items() if k != "seed"}
-        group = groups.setdefault(json.dumps(config, sort_keys=True), Variant(label, []))
-        group.runs.append(run)
+        config = dict(run.start["config"])
+        del config["seed"]
+        key = json.dumps(config, sort_keys=True)
+        if key not in groups:
+            groups[key] = Variant(label, [])
+        groups[key].runs.append(run)
     names = [variant.label for variant in groups.values()]
     if len(set(names)) < len(names):
         raise ConfigError(f"labels: {names}: runs of one label must differ in their seed alone")
@@ -93,13 +97,16 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
 
 
 def lines(events: Sequence[dict], *names: str) -> list[dict]:
-    """The lines of a ledger whose event is one of `names`, in order."""
+    """Return the lines of a ledger whose event is one of `names`, in order."""
     return [event for event in events if event["event"] in names]
 
 
 def last(events: Sequence[dict], name: str) -> dict:
-    """The last line of a ledger whose event is `name`; an empty dictionary if there is none."""
-    return next(reversed(lines(events, name)), {})
+    """Return the last line of a ledger whose event is `name`; an empty dict if there is none."""
+    found = lines(events, name)
+    if not found:
+        return {}
+    return found[-1]
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
@@ -122,47 +129,60 @@ def is_evaluated(run: RunRecord) -> bool:
 
 
 def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") -> list[dict]:
-    """The evaluations of a trainer or of the consensus model, in order, with the costs until then.
+    """Return the held-out losses of a trainer or of the consensus, with the costs until then.
 
     A point has `round`, `value` (the loss, NaN if not finite), sequential steps (`updates`), and
     what all trainers had spent: `tokens`, `syncs` and `bytes`, with `gathering`.
     """
-    gathered = gathering(events) if trainer == "consensus" else {}
+    gathered = {}
+    if trainer == "consensus":
+        gathered = gathering(events)
     updates = serial_updates(events)
     points = []
     for e in lines(events, "eval"):
-        if e["trainer"] == trainer:
-            extra = gathered.get(e["round"], {})
-            costs = {cost: e[f"{cost}_total"] + extra.get(cost, 0) for cost in COSTS}
-            point = {"round": e["round"], "value": _nan(e["loss"])}
-            points.append(point | {"updates": updates.get(e["round"], 0)} | costs)
+        if e["trainer"] != trainer:
+            continue
+        number = e["round"]
+        extra = gathered.get(number, {})
+        point = {
+            "round": number,
+            "value": _nan(e["loss"]),
+            "updates": updates.get(number, 0),  # the run may be evaluated before its first round
+        }
+        for cost in COSTS:
+            point[cost] = e[f"{cost}_total"] + extra.get(cost, 0)
+        points.append(point)
     return points
 
 
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
-    """The cost, by evaluated round, of gathering the trainers for a consensus that is their mean.
+    """Return the cost of gathering the trainers for a consensus that is their mean, by round.
 
-    It would occur only once, for the mean that is used in the end. So the run's totals lack it, and
-    that of one evaluation (`syncs`, `bytes`) is not added to the next.
+    Only evaluated rounds whose consensus is a mean are in it. It costs what a refused merge of all
+    trainers does: `syncs` and `bytes`. It would occur only once, for the mean that is used in the
+    end. So the run's totals lack it, and that of one evaluation is not added to the next.
     """
     evaluations = lines(events, "eval")
+    # The number of trainers at each evaluation: each has a line of its own.
     living = Counter(e["round"] for e in evaluations if e["trainer"] != "consensus")
-    state_bytes = StateBytes(**last(events, "start")["state_bytes"])
-    return {
-        e["round"]: merge_cost(state_bytes, num_absorbed=living[e["round"]] - 1, refused=True)
-        for e in evaluations
-        if e["trainer"] == "consensus" and e.get("source") == "average"
-    }
+    state_bytes = StateBytes(**last(events, "start")["state_bytes"])  # its fields, by name
+    costs = {}
+    for e in evaluations:
+        if e["trainer"] == "consensus" and e.get("source") == "average":
+            absorbed = living[e["round"]] - 1
+            costs[e["round"]] = merge_cost(state_bytes, num_absorbed=absorbed, refused=True)
+    return costs
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """The training loss after each round, in order, with the costs of the run until then.
+    """Return the training loss after each round, in order, with the costs of the run until then.
 
-    `trainer` None: the mean over the trainers of a round. Points are like `heldout_points`.
+    Of a trainer, or (None) the mean over the trainers of a round. The points have the keys that
+    those of `heldout_points` have.
     """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
-    totals = {}  # of each cost, by number of the round
+    totals = {}  # of each cost, a list: what was spent until the end of the round with this number
     for cost in COSTS:
         spent = [e.get(cost, 0) for e in spending]
         totals[cost] = np.cumsum(np.bincount(rounds, spent)).astype(int).tolist()
@@ -181,29 +201,44 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.ndarray]:
     """Compute median and spread of several curves at all of their x that every curve covers.
 
-    Returns:
-      x, the lower edge, the median and the upper edge, NaN where a curve is not finite.
-
     Curves are interpolated linearly. The spread is from minimum to maximum, or between quartiles
     from five curves on. Of points with the same x the last counts: with `gathering`, costs may
     decrease, so points are sorted by x.
+
+    Args:
+      curves: The x and the y of each curve, of which none is empty.
+
+    Returns:
+      x, the lower edge, the median and the upper edge, NaN where a curve is not finite.
     """
-    settled = []  # y by x, ascending
+    sorted_curves = []  # of each, y by x, with x ascending
     for x, y in curves:
         y_by_x = dict(zip(x, y, strict=True))
-        settled.append(dict(sorted(y_by_x.items())))
-    first, end = max(map(min, settled)), min(map(max, settled))
-    grid = np.array(sorted({x for curve in settled for x in curve if first <= x <= end}), float)
-    values = [np.interp(grid, [*curve], [*curve.values()]) for curve in settled]
-    lowest = 25 if len(settled) >= 5 else 0  # percentile
-    return [grid, *np.percentile(values, (lowest, 50, 100 - lowest), axis=0)]
+        sorted_curves.append(dict(sorted(y_by_x.items())))
+    # The range of x that every curve covers, and all x in it.
+    first = max(min(curve) for curve in sorted_curves)
+    end = min(max(curve) for curve in sorted_curves)
+    covered = set()
+    for curve in sorted_curves:
+        covered.update(x for x in curve if first <= x <= end)
+    grid = np.array(sorted(covered), float)
+    values = [np.interp(grid, [*curve], [*curve.values()]) for curve in sorted_curves]
+    lowest = 25 if len(sorted_curves) >= 5 else 0  # percentile
+    low, median, high = np.percentile(values, (lowest, 50, 100 - lowest), axis=0)
+    return [grid, low, median, high]
 
 
 def serial_updates(events: Sequence[dict]) -> dict[int, int]:
-    """Updates that were made one after another until each round's end; trainers work at once."""
-    rounds = by_round(events)
-    longest = (max(e["updates"] for e in found) for found in rounds.values())
-    return dict(zip(rounds, itertools.accumulate(longest), strict=True))
+    """Return the updates made one after another until each round's end, by the round's number.
+
+    Trainers work at once, so that of each round the trainer with the most updates counts.
+    """
+    updates = {}
+    total = 0
+    for number, ended in by_round(events).items():
+        total += max(e["updates"] for e in ended)
+        updates[number] = total
+    return updates
 
 
 def _nan(value: float | None) -> float:
@@ -212,10 +247,10 @@ def _nan(value: float | None) -> float:
 
 
 def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
-    """Seconds of a run by what they were used for, all processes together.
+    """Return the seconds of a run by what they were used for, all processes together.
 
     The names: start (without compilation), compile (before the first round of each process),
-    rounds (with their compilation, stall) and eval.
+    rounds (with stall), stall (rounds waited so long for compilation) and eval.
     """
     starts = lines(events, "start")
     waited_s = sum(e.get("stall_s", 0.0) for e in starts)

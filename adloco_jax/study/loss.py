@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Curve, Panel
@@ -19,92 +20,125 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """The colour class and the label of each trainer's curve; empty for trainers that had left."""
+    """Return the CSS class of the colour, and the label, of each trainer's curve.
+
+    The label is empty if the trainer had no part in the last round.
+    """
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     looks = {}
     for index, (trainer, rounds) in enumerate(trainers.items()):
         color = f"c{index % (chart.NUM_COLORS - 1)}"  # the last colour is the consensus's
-        label = f"trainer {trainer}" if rounds[-1]["round"] == last else ""
+        label = ""
+        if rounds[-1]["round"] == last:
+            label = f"trainer {trainer}"
         looks[trainer] = (color, label)
     return looks
+
+
+class _Drawn(NamedTuple):
+    """What is drawn as one curve: see `chart.Curve`, and the points of each of its runs."""
+
+    label: str
+    key: str
+    classes: str
+    seeds: list[list[dict]]  # of each run, the points that `curves` makes
 
 
 def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
     """Draw held-out (else training) losses over each cost that a run has.
 
     A single run has a curve for each trainer and the consensus model. Several runs have one for
-    each variant, with a band over its seeds.
+    each variant, with a band over its seeds. Returns the charts by the cost's short name.
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
+        """Return the points of a trainer (an id), or of the consensus model or trainers' mean."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             return curves.heldout_points(run.events, trainer=who)
         return curves.training_points(run.events, trainer=trainer)
 
-    # Of each curve: label, key, CSS classes, and the points of each of its seeds.
-    drawn: list[tuple[str, str, str, list[list[dict]]]] = []
+    drawn = []
     consensus: list[list[dict]] = []  # points of each run
     for number, variant in enumerate(variants, start=1):
         seeds = [points(run) for run in variant.runs]
         consensus += seeds
         label = chart.shortened(variant.label)
-        drawn.append((label, str(number), chart.look(number - 1), seeds))
+        drawn.append(_Drawn(label, str(number), chart.look(number - 1), seeds))
     if len(runs) == 1:  # a thin curve for each trainer, with a label where it is alive
         drawn = []
         for trainer, (color, label) in trainer_looks(runs[0]).items():
             seeds = [points(runs[0], trainer)]
-            drawn.append((label, f"trainer {trainer}", f"{color} thin", seeds))
+            drawn.append(_Drawn(label, f"trainer {trainer}", f"{color} thin", seeds))
         if heldout:
-            drawn.append(("consensus", "", "c6 bold", consensus))
-    unit = " or ".join(dict.fromkeys(run.start["loss_unit"] for run in runs))
+            drawn.append(_Drawn("consensus", "", "c6 bold", consensus))
+
+    units = dict.fromkeys(run.start["loss_unit"] for run in runs)  # each once, in order
+    unit = " or ".join(units)
     quantity = "held-out loss" if heldout else "training loss"
     if unit:
         quantity += f" ({unit})"
-    made = {}
+
+    panels = {}
     for cost, (name, cost_label, tick_unit) in _COSTS.items():
-        shown = [_curve(cost, label, key, classes, seeds) for label, key, classes, seeds in drawn]
-        spent = [value for curve in shown for value in curve.x]
+        shown = [_curve(cost, each) for each in drawn]
+        spent = []
+        values = []  # all y that are drawn
+        for curve in shown:
+            spent += curve.x
+            values += curve.y
+            for edge in curve.band or ():
+                values += edge
         if not any(spent) and cost != "tokens":
             continue
+        # What each run had spent at its end. Ends far apart need a logarithmic axis.
         ends = [found[-1][cost] for found in consensus if found and found[-1][cost]]
         if ends and max(ends) >= _DECADE * min(ends):
             x = chart.axis(cost_label, spent, base=10, unit=tick_unit)
         else:
             x = chart.axis(cost_label, [0.0, *spent], unit=tick_unit)
-        values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part]
         positive = [value for value in values if 0 < value < math.inf]
-        base = 10 if positive and max(positive) > _DECADE * min(positive) else 0
+        base = 0  # linear
+        if positive and max(positive) > _DECADE * min(positive):
+            base = 10
         y = chart.axis(quantity, values, base=base, margin=0.03, max_ticks=7)
-        made[name] = chart.chart(x, y, shown, title=f"Loss over {cost_label}", height=430)
-    return made
+        panels[name] = chart.chart(x, y, shown, title=f"Loss over {cost_label}", height=430)
+    return panels
 
 
-def _curve(
-    cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
-) -> Curve:
-    """The curve of a variant over a cost: its only run, or the median of its runs with a band."""
-    seeds = [
-        ([p[cost] for p in found], [p["value"] for p in found]) for found in all_points if found
-    ]
-    if len(seeds) < 2:
-        x, y = seeds[0] if seeds else ([], [])
-        return Curve(x, y, classes, label, key)
-    x, low, median, high = (part.tolist() for part in curves.band(seeds))
-    return Curve(x, median, classes, label, key, (low, high))
+def _curve(cost: str, drawn: _Drawn) -> Curve:
+    """Make a curve over a cost: of its only run, or of the median of its runs with a band.
+
+    Runs without points, which were never evaluated, do not count.
+    """
+    x_and_y = []  # of each run
+    for points in drawn.seeds:
+        if points:
+            x_and_y.append(([p[cost] for p in points], [p["value"] for p in points]))
+    if len(x_and_y) >= 2:
+        x, low, median, high = (part.tolist() for part in curves.band(x_and_y))
+        return Curve(x, median, drawn.classes, drawn.label, drawn.key, (low, high))
+    x = []
+    y = []
+    if x_and_y:
+        x, y = x_and_y[0]
+    return Curve(x, y, drawn.classes, drawn.label, drawn.key)
 
 
 def caption(variants: Sequence[Variant]) -> str:
-    """The caption below the charts: what the curves show, and which variants are not drawn."""
+    """Return the caption below the charts: what the curves show, and which are not drawn."""
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
-    shown = "Held-out loss" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
-        return shown + (" by trainer, and of the consensus in bold." if heldout else " by trainer.")
-    shown += " of the consensus" if heldout else " averaged over the trainers of a round"
+        if heldout:
+            return "Held-out loss by trainer, and of the consensus in bold."
+        return "Training loss (no evaluation is on record) by trainer."
+    shown = "Training loss (no evaluation is on record) averaged over the trainers of a round"
+    if heldout:
+        shown = "Held-out loss of the consensus"
     if len(runs) > len(variants):
         shown += (
             "; with several seeds: the median, and a band from minimum to maximum (with five seeds"
@@ -117,7 +151,7 @@ def caption(variants: Sequence[Variant]) -> str:
 
 
 def reading() -> str:
-    """A text for the reader of the charts: how costs are counted, and what axes and gaps mean."""
+    """Return a text for readers of the charts: how costs are counted, what axes and gaps mean."""
     return (
         "Costs are summed over trainers. Synchronisations are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"

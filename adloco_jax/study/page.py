@@ -31,10 +31,13 @@ def page(
       details_html: HTML of the parts below, which open on a click.
       num_curves: Number of curves that a pointer on their row in a table highlights.
     """
-    keys = [f'[data-k="{key}"]' for key in range(1, num_curves + 1)]
-    highlights = "\n".join(
-        f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
-    )
+    # A curve and its row in a table have the same `data-k`, a number from 1. While a pointer is on
+    # one of them, all other curves are faint.
+    rules = []
+    for number in range(1, num_curves + 1):
+        key = f'[data-k="{number}"]'
+        rules.append(f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}")
+    highlights = "\n".join(rules)
     return _TEMPLATE.substitute(
         title=escaped(title),
         lead=paragraph(lead),
@@ -57,27 +60,30 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def paragraph(text: str) -> str:
-    """The HTML of a paragraph of plain text."""
+    """Return the HTML of a paragraph of plain text."""
     return f"<p>{escaped(text)}</p>"
 
 
 def verbatim(text: str) -> str:
-    """The HTML of preformatted text, such as a command, with line breaks and columns kept."""
+    """Return the HTML of preformatted text, such as a command, with line breaks and columns."""
     return f"<pre>{escaped(text)}</pre>"
 
 
 def folded(summary: str, html: str) -> str:
-    """The HTML of a part that a click on `summary` opens and closes; in print it is always open."""
+    """Return the HTML of a part that a click on `summary` opens; in print it is always open."""
     return f"<details>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:
-    """The HTML of charts with a caption below."""
+    """Return the HTML of charts with a caption below."""
     return f"<figure>\n{html}\n<figcaption>{escaped(caption)}</figcaption>\n</figure>"
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """The HTML of charts behind tabs; `name` is only letters, and unique on the page."""
+    """Return the HTML of charts behind tabs, by the text of each tab.
+
+    `name` connects the tabs; it has only letters, and is unique on the page.
+    """
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
         key = f"{name}-{number}"
@@ -92,38 +98,44 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 def table(
     caption: str, rows: Sequence[Mapping[str, str]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
-    """The HTML of a table, a dictionary for each row, all with the same columns.
+    """Return the HTML of a table, a dictionary for each row, all with the same columns.
 
     The first `texts` columns are text, the others numbers; the first cell is the row's heading. In
     a legend it also shows the number and the line style of the row's curve.
     """
-    classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
-    head = [
-        f'<th{kind} scope="col">{escaped(name)}</th>'
-        for kind, name in zip(classes, rows[0], strict=True)
-    ]
+    # The HTML attribute of the cells of each column.
+    classes = [' class="text"' if column < texts else "" for column in range(len(rows[0]))]
+    head = ""
+    for css_class, name in zip(classes, rows[0], strict=True):
+        head += f'<th{css_class} scope="col">{escaped(name)}</th>'
     body = []
     for number, row in enumerate(rows):
-        first, *rest = map(escaped, row.values())
-        key = f' data-k="{number + 1}" tabindex="0"' if is_legend else ""
-        # A narrow page shows the heading of a column beside each cell instead.
-        heads = [f' data-head="{escaped(name)}"' for name in row]
-        cells = [
-            f"<td{kind}{head}>{html}</td>"
-            for kind, head, html in zip(classes[1:], heads[1:], rest, strict=True)
-        ]
-        named = _in_legend(number, first) if is_legend else first
-        heading = f'<th{classes[0]}{heads[0]} scope="row">{named}</th>'
-        body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
+        cells = ""
+        for column, (name, text) in enumerate(row.items()):
+            html = escaped(text)
+            # A narrow page shows the heading of a column beside each cell instead.
+            attributes = f'{classes[column]} data-head="{escaped(name)}"'
+            if column > 0:
+                cells += f"<td{attributes}>{html}</td>"
+                continue
+            if is_legend:
+                html = _in_legend(number, html)
+            cells += f'<th{attributes} scope="row">{html}</th>'
+        key = ""
+        if is_legend:
+            key = f' data-k="{number + 1}" tabindex="0"'  # see `page`
+        body.append(f"<tr{key}>{cells}</tr>")
+    rows_html = "\n".join(body)
     # The caption is outside the table, because otherwise it would scroll with the table.
     return (
         f'<p class="caption">{escaped(caption)}</p>\n<div class="wide"><table>\n'
-        f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows_html}\n</tbody>\n"
         "</table></div>"
     )
 
 
 def _in_legend(number: int, html: str) -> str:
+    """Return the HTML of a row's heading with the number, from 1, and the line of its curve."""
     return (
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'

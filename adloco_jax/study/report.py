@@ -153,7 +153,7 @@ def _lead(variants: Sequence[Variant]) -> str:
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = summary.totals(runs[0].events)
-        result = dict(summary.described(found))["held-out loss"]
+        result = dict(summary.totals_as_text(found))["held-out loss"]
         return f"{counted(found['rounds'], 'round')}, {_state(runs[0])}. Held-out loss: {result}."
     return "Point at a row of the table to see its curve alone."
 
@@ -260,7 +260,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     if learners:
         caption = "Learners that came, left or were lost, and rounds of theirs that did not count."
         parts["Learners"] = page.table(caption, learners, texts=4)
-    facts = summary.described(summary.totals(run.events))
+    facts = summary.totals_as_text(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
     parts["All totals"] = page.table("", rows, texts=2)
     return parts

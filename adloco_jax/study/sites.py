@@ -1,5 +1,6 @@
 """The seconds of a round at sites that share a bucket, and which method reaches a loss first."""
 
+import functools
 import math
 import time
 
@@ -11,10 +12,11 @@ from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import BatchingSettings, Settings, bytes_per_s
 
-# Updates and synchronisations until 1.60 nats per byte, of four workers and so many parameters.
-# Source: studies/RESULTS.md, "The front".
+# By method: the updates and the synchronisations until 1.60 nats per byte, measured with four
+# workers and a model of MEASURED_PARAMS parameters. Source: studies/RESULTS.md, "The front".
 MEASURED_PARAMS = 75_600
 _FURTHEST = 10  # times MEASURED_PARAMS: of larger models the advice names no method
+_MEASURED_UPDATES = 4  # the first compiles, and the fastest counts
 FRONT = {
     "diloco, rounds of 55": (1382, 25.1),
     "diloco, rounds of 110": (1569, 14.3),
@@ -36,8 +38,8 @@ def site_lines(
 ) -> list[str]:
     """Describe a round at sites with equal links, and each method's seconds to the front's loss.
 
-    Of a model far larger than those of the front no method is named, as none was measured. The
-    driver is at one of the sites. Raises ConfigError for fewer than two sites, or no speed.
+    A site is a machine with a link of its own; the driver is at one of them. Of a model far larger
+    than that of `FRONT` no method is named, as none was measured.
 
     Args:
       settings: Of the run.
@@ -45,6 +47,12 @@ def site_lines(
       link: Rate of each direction, such as "10Mbit/s".
       sites: Number of machines.
       tokens_per_s: Of each machine; None: as measured here.
+
+    Returns:
+      Two lines of text: the round's seconds, and the advice.
+
+    Raises:
+      ConfigError: If there are fewer than two sites, or `tokens_per_s` is not above 0.
     """
     if sites < 2:
         raise ConfigError(f"--sites {sites}: expected at least 2")
@@ -58,41 +66,51 @@ def site_lines(
     workers = settings.ensemble.num_workers
     num_updates = settings.inner.steps_per_round
     update_s = settings.batching.initial_batch_size * spec.sequence_length / tokens_per_s
-    sent_s = spec.sync_bytes * spec.outer.fragments / rate
+    sent_s = spec.sync_bytes * spec.outer.fragments / rate  # to send all parameters once
     turns = math.ceil(workers / sites)  # workers of a site, one after another
     parts = {
         f"computing {num_updates} updates": turns * num_updates * update_s,
         "upload": turns * sent_s,
-        "driver": (workers + 1) * sent_s,
+        "driver": (workers + 1) * sent_s,  # it gets each worker's parameters, and sends the result
         "download": sent_s,
     }
+    terms = " + ".join(f"{name} {part_s:.3g} s" for name, part_s in parts.items())
+    whole_round = (
+        f"a round at {sites} sites with {link} each, {settings.outer.precision}:"
+        f" {sum(parts.values()):.3g} s = {terms} ({tokens_per_s:,.0f} tokens/s, {source})"
+    )
     advice = (
         f"which method ends first is not known for {spec.num_params:,} parameters: it was measured"
         f" at {MEASURED_PARAMS:,} (studies/RESULTS.md, The front)"
     )
     if spec.num_params <= _FURTHEST * MEASURED_PARAMS:
         advice = _advice(spec, update_s=update_s, sent_s=sent_s, sites=sites, rate=rate)
-    return [
-        f"a round at {sites} sites with {link} each, {settings.outer.precision}:"
-        f" {sum(parts.values()):.3g} s = "
-        + " + ".join(f"{name} {part_s:.3g} s" for name, part_s in parts.items())
-        + f" ({tokens_per_s:,.0f} tokens/s, {source})",
-        advice,
-    ]
+    return [whole_round, advice]
 
 
 def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, rate: float) -> str:
-    """Say which method of the front reaches its loss first, and how much later the others do.
+    """Say which method of `FRONT` reaches the loss first, and how much later the others do.
 
-    `update_s` are the seconds of an update, `sent_s` those of sending an update's parameters once,
-    `rate` is that of a link in bytes/s.
+    A method's seconds are those of its updates and of its synchronisations, one after another.
+
+    Args:
+      spec: Of the run.
+      update_s: Seconds of one worker's update.
+      sent_s: Seconds to send all parameters once over a link, in the run's precision.
+      sites: Number of machines.
+      rate: Of a link, in bytes/s.
     """
-    # A worker's upload, the driver's download of all, its upload, and a worker's download.
-    sync_s = dict.fromkeys(FRONT, (sites + 3) * sent_s)
-    sync_s["data_parallel"] = ring_s(sites, spec.param_bytes, bandwidth=rate)
-    seconds = {name: n * update_s + syncs * sync_s[name] for name, (n, syncs) in FRONT.items()}
-    first, *others = sorted(seconds, key=lambda name: seconds[name])
-    after = [f"{name} {seconds[name] / seconds[first]:.3g}" for name in others]
+    seconds = {}  # by method
+    for name, (num_updates, num_syncs) in FRONT.items():
+        if name == "data_parallel":
+            sync_s = ring_s(sites, spec.param_bytes, bandwidth=rate)
+        else:
+            # A worker uploads, the driver downloads from all sites and uploads, a worker downloads.
+            sync_s = (1 + sites + 1 + 1) * sent_s
+        seconds[name] = num_updates * update_s + num_syncs * sync_s
+    in_order = sorted(seconds, key=lambda name: seconds[name])
+    first = in_order[0]
+    after = [f"{name} {seconds[name] / seconds[first]:.3g}" for name in in_order[1:]]
     return (
         f"to one loss, {first} ends first; times its seconds: {', '.join(after)} (measured with"
         f" four workers and {MEASURED_PARAMS:,} parameters: studies/RESULTS.md, The front)"
@@ -100,23 +118,30 @@ def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, ra
 
 
 def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> float:
-    """Measure the tokens per second of one worker's updates on these devices."""
+    """Measure the tokens per second of one worker's updates on these devices.
+
+    A batch is the initial one, or a micro-batch if this is smaller. Parameters are zeros and all
+    tokens are alike, because values do not change the speed.
+    """
     size = batching.initial_batch_size
     if batching.max_batch_size is not None:
         size = min(size, batching.max_batch_size)
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
-    frozen = {} if base is None else {"base": base}
+    loss_fn = spec.loss_fn
+    if base is not None:  # frozen weights of a model with an adapter
+        loss_fn = functools.partial(loss_fn, base=base)
 
     @jax.jit
     def update(params, state, rows_B):
-        grads = jax.grad(spec.loss_fn)(params, rows_B, **frozen)
+        """Make one update of the inner optimizer; return the parameters and its state."""
+        grads = jax.grad(loss_fn)(params, rows_B)
         changes, state = spec.inner_tx.update(grads, state, params)
         return optax.apply_updates(params, changes), state
 
     state = spec.inner_tx.init(params)
     rows_B = jax.tree.map(lambda leaf: np.ones((size, *leaf.shape), leaf.dtype), spec.row)
     seconds = []
-    for _ in range(4):  # the first compiles
+    for _ in range(_MEASURED_UPDATES):
         start_s = time.perf_counter()
         params, state = jax.block_until_ready(update(params, state, rows_B))
         seconds.append(time.perf_counter() - start_s)
@@ -124,8 +149,9 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
 
 
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
-    """Seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
+    """Return the seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
 
-    Source: docs/algorithm.md, 6.
+    Each member sends its share of the bytes to the next 2 (n - 1) times, of n members, and each
+    time waits for the link's `latency_s`. Source: docs/algorithm.md, 6.
     """
     return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)

@@ -21,6 +21,7 @@ from adloco_jax.study.curves import (
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
 
+# In words, where the parameters of a consensus model come from: `source` of an `eval` line.
 SOURCES = {"only": "the trainer", "best": "the best trainer", "average": "the trainers' average"}
 
 
@@ -31,40 +32,46 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
       DataError: If the folder has no ledger, or a damaged one.
     """
     events = read_run(workdir).events
-    absorbed_by = {
-        member: merge["into"]
-        for merge in lines(events, "merge")
-        for member in merge["members"]
-        if member != merge["into"]
-    }
+    absorbed_by = {}  # by trainer that has merged into another: this other one
+    for merge in lines(events, "merge"):
+        for member in merge["members"]:
+            if member != merge["into"]:
+                absorbed_by[member] = merge["into"]
+
     rows: list[tuple[str, ...]] = [_HEADER]
     for trainer, rounds in by_trainer(lines(events, "round")).items():
-        first, last = rounds[0], rounds[-1]
-        rows.append(
-            (
-                str(trainer),
-                f"{first['round']}-{last['round']}",
-                str(absorbed_by.get(trainer, "-")),
-                f"{first['requested_batch_size']} -> {last['requested_batch_size']}",
-                str(last["num_accum_steps"]),
-                *(f"{sum(e[name] for e in rounds):,}" for name in ("tokens", "updates")),
-                number(last["train_loss"]),
-            )
+        begin = rounds[0]
+        end = rounds[-1]
+        tokens = sum(e["tokens"] for e in rounds)
+        updates = sum(e["updates"] for e in rounds)
+        row = (
+            str(trainer),
+            f"{begin['round']}-{end['round']}",
+            str(absorbed_by.get(trainer, "-")),
+            f"{begin['requested_batch_size']} -> {end['requested_batch_size']}",
+            str(end["num_accum_steps"]),
+            f"{tokens:,}",
+            f"{updates:,}",
+            number(end["train_loss"]),
         )
+        rows.append(row)
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *table = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    facts = [f"{name:<16}{value}" for name, value in described(totals(events))]
-    return "\n".join([header, "-" * len(header), *table, "", *facts])
+    printed = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    header = printed[0]
+    facts = [f"{name:<16}{value}" for name, value in totals_as_text(totals(events))]
+    return "\n".join([header, "-" * len(header), *printed[1:], "", *facts])
 
 
-# What became of learners and their rounds.
+# What can become of a learner or of its round: `what` of a `learner` line.
 _STRUCK = ("lost", "late", "clipped", "rejected", "refused")
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
-    """The totals of a run by name, with the loss of the consensus or of a trainer.
+    """Compute the totals of a run by name from the lines of its ledger.
 
-    A total is None if the ledger lacks it, or if it was not finite.
+    The loss and the other scores are those of the last evaluation of `trainer` (an id), or of the
+    consensus model. A total is None if the ledger lacks it, or if it was not finite.
     """
     rounds = lines(events, "round")
     programs = lines(events, "compile")
@@ -73,26 +80,47 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     end = last(events, "end")
     who = "consensus" if trainer is None else trainer
     final = last([e for e in events if e.get("trainer") == who], "eval")
+    # What it cost to gather the trainers for this evaluation.
     gathered = gathering(events).get(final.get("round", 0), {})
+
     loss = final.get("loss")
     classes = final.get("classes")
     unit = start["loss_unit"]
     tokens_per_byte = None
-    num_guesses = None  # answers of a uniform guess, whose loss is by chance
+    num_guesses = None  # answers between which a guess by chance chooses
     if unit == "nats/token" and start.get("tokens_per_byte") is not None:
         tokens_per_byte = start["tokens_per_byte"]
         num_guesses = start["config"]["model"]["vocab_size"]
     if classes and unit == "nats/example":
         num_guesses = len(classes)
+    chance_loss = None
+    if num_guesses:
+        chance_loss = math.log(num_guesses)
     nats_per_byte = None
+    bits_per_byte = None
     if loss is not None and tokens_per_byte is not None:
         nats_per_byte = loss * tokens_per_byte
+        bits_per_byte = nats_per_byte / math.log(2)
+
     memory = lines(events, "memory")
-    device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
-    in_learners = [e for e in rounds if "workers_counted" in e]
-    happened = [e["what"] for e in lines(events, "learner")]
+    device_peaks: list[int] = []
+    for event in memory:
+        device_peaks += [peak for peak in event["device_peak_bytes"] if peak is not None]
+    # The largest program; 0: none says what it needs.
+    program_bytes = max((e.get("needed_bytes") or 0 for e in programs), default=0)
+
+    in_learners = [e for e in rounds if "workers_counted" in e]  # rounds of a run with learners
     expected = sum(e["workers"] for e in in_learners)
     counted = sum(e["workers_counted"] for e in in_learners)
+    participation = None
+    if expected:
+        participation = counted / expected
+    happened = [e["what"] for e in lines(events, "learner")]
+    num_struck = {f"learners_{what}": happened.count(what) for what in _STRUCK}
+    learners_s = {}  # seconds of all learners by use
+    for use in (*USES, "lost"):
+        learners_s[f"learners_{use}_s"] = sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
+    spent_s = seconds_by_use(events)
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e.get("tokens", 0) for e in spent),
@@ -104,23 +132,24 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "num_merges": len(lines(events, "merge")),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
-        **{f"learners_{what}": happened.count(what) for what in _STRUCK},
+        **num_struck,
         # Worker rounds in learners: the expected number, and the number that counted.
         "worker_rounds": expected,
         "worker_rounds_counted": counted,
-        "participation": counted / expected if expected else None,
+        "participation": participation,
         "goodput": goodput(events),
-        **{
-            f"learners_{use}_s": sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
-            for use in (*USES, "lost")
-        },
+        **learners_s,
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         # Peak memory of the host, of the fullest device, and of the largest program.
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
-        "device_peak_bytes": max(device, default=None),
-        "program_bytes": max((e.get("needed_bytes") or 0 for e in programs), default=0) or None,
-        **{f"{name}_s": value for name, value in seconds_by_use(events).items()},
+        "device_peak_bytes": max(device_peaks, default=None),
+        "program_bytes": program_bytes or None,
+        "start_s": spent_s["start"],
+        "compile_s": spent_s["compile"],
+        "rounds_s": spent_s["rounds"],
+        "stall_s": spent_s["stall"],
+        "eval_s": spent_s["eval"],
         "tokens_per_s": end.get("tokens_per_s"),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
@@ -128,10 +157,12 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
         "loss_average": final.get("average"),
-        "chance_loss": math.log(num_guesses) if num_guesses else None,
-        **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
+        "chance_loss": chance_loss,
+        "perplexity": final.get("perplexity"),
+        "accuracy": final.get("accuracy"),
+        "classes": classes,
         "nats_per_byte": nats_per_byte,
-        "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
+        "bits_per_byte": bits_per_byte,
     }
 
 
@@ -143,12 +174,17 @@ def goodput(events: Sequence[dict]) -> float | None:
     no learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
     which compiles, is not used. None: without learners or such a round.
     """
-    tokens, up_s = 0, 0.0  # of all rounds
-    calm_tokens, calm_up_s = 0, 0.0  # of rounds without a fault
+    # Sums over all rounds, and over rounds without a fault.
+    tokens = 0
+    up_s = 0.0
+    calm_tokens = 0
+    calm_up_s = 0.0
     started: set[int] = set()  # trainers that have made a round since the start
     is_struck = False  # whether a line on a learner came just before
+    # Groups of successive lines: of trainers that ended a round together, or on learners.
     together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
-    for group in ([*written] for _, written in together):
+    for _, written in together:
+        group = [*written]
         was_struck = is_struck
         is_struck = group[0]["event"] == "learner"
         if group[0]["event"] == "start":
@@ -164,26 +200,32 @@ def goodput(events: Sequence[dict]) -> float | None:
         if not was_struck and trainers <= started and all_counted:
             calm_tokens += group_tokens
             calm_up_s += group_up_s
-        started |= trainers
+        started.update(trainers)
     if not up_s or not calm_tokens:
         return None
     return tokens / up_s * calm_up_s / calm_tokens
 
 
 def _written_with(event: dict) -> tuple:
-    """Key of lines of a ledger that were written together."""
+    """Return a key that successive lines share if they were written together.
+
+    Trainers that end a round together state the same seconds.
+    """
     return event["event"], event.get("step_s")
 
 
-def described(t: dict) -> list[tuple[str, str]]:
-    """The `totals` t of a run as text, in pairs of a name and a value."""
-    uses = {
+def totals_as_text(t: dict) -> list[tuple[str, str]]:
+    """Return what `totals` returned as pairs of a name and a text, in the order of the table.
+
+    An empty name continues the line before.
+    """
+    run_s = {
         "start": t["start_s"],
         "compiling": t["compile_s"] + t["stall_s"],  # before the rounds, and while they waited
         "rounds": t["rounds_s"] - t["stall_s"],
         "evaluation": t["eval_s"],
     }
-    compiled = t["num_programs"] - t["num_programs_cached"]
+    of_which = [f"{use} {seconds(spent_s)}" for use, spent_s in run_s.items()]
     memory = []
     if t["host_peak_bytes"] is not None:
         memory.append(f"host {in_bytes(t['host_peak_bytes'])} peak")
@@ -191,6 +233,11 @@ def described(t: dict) -> list[tuple[str, str]]:
         memory.append(f"device {in_bytes(t['device_peak_bytes'])} peak")
     if t["program_bytes"] is not None:
         memory.append(f"largest program {in_bytes(t['program_bytes'])}")
+    merges = str(t["num_merges"])
+    if t["num_refusals"]:
+        merges += f", {t['num_refusals']} refused"
+    compiled = t["num_programs"] - t["num_programs_cached"]
+
     facts = {
         "rounds": f"{t['rounds']:,}",
         "tokens": f"{t['tokens_total']:,}",
@@ -201,15 +248,12 @@ def described(t: dict) -> list[tuple[str, str]]:
     if t["consensus_syncs"]:
         gathered = in_bytes(t["consensus_bytes"])
         facts[""] = f"and {t['consensus_syncs']} with {gathered}, to average the consensus"
-    refused = f", {t['num_refusals']} refused" if t["num_refusals"] else ""
-    facts |= {
-        "merges": f"{t['num_merges']}{refused}",
-        "batch growths": str(t["num_batch_growths"]),
-        "programs": f"{compiled} compiled, {t['num_programs_cached']} from the cache",
-        "memory": ", ".join(memory) or "-",
-        "wall time": seconds(t["wall_s"]),
-        "of which": ", ".join(f"{use} {seconds(spent_s)}" for use, spent_s in uses.items()),
-    }
+    facts["merges"] = merges
+    facts["batch growths"] = str(t["num_batch_growths"])
+    facts["programs"] = f"{compiled} compiled, {t['num_programs_cached']} from the cache"
+    facts["memory"] = ", ".join(memory) or "-"
+    facts["wall time"] = seconds(t["wall_s"])
+    facts["of which"] = ", ".join(of_which)
     if t["tokens_per_s"] is not None:
         facts["speed"] = f"{t['tokens_per_s']:,.0f} tokens/s"
     if t["participation"] is not None:
@@ -218,14 +262,15 @@ def described(t: dict) -> list[tuple[str, str]]:
         facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:
         facts["goodput"] = f"{t['goodput']:.1%} of the tokens that learners could train on while up"
-    spent = {use: t[f"learners_{use}_s"] for use in (*USES, "lost")}
-    if any(spent.values()):
-        facts["learners say"] = ", ".join(f"{use} {seconds(s)}" for use, s in spent.items())
-    return [*facts.items(), *_heldout(t)]
+    learners_s = {use: t[f"learners_{use}_s"] for use in (*USES, "lost")}
+    if any(learners_s.values()):
+        told = [f"{use} {seconds(spent_s)}" for use, spent_s in learners_s.items()]
+        facts["learners say"] = ", ".join(told)
+    return [*facts.items(), *_scores_as_text(t)]
 
 
-def _heldout(t: dict) -> list[tuple[str, str]]:
-    """The held-out loss and other scores among the totals t, as text."""
+def _scores_as_text(t: dict) -> list[tuple[str, str]]:
+    """Return the held-out loss and other scores of `totals`, as pairs of a name and a text."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -265,15 +310,20 @@ def number(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration: 42 becomes "42.0 s", and 3723 becomes "1:02:03"."""
+    """Format a duration: 42 becomes "42.0 s", 3723 becomes "1:02:03", and None "-"."""
     if value is None:
         return "-"
-    return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
+    if value < 60:
+        return f"{value:.1f} s"
+    return str(timedelta(seconds=round(value)))
 
 
 def short(value: float, unit: str = "") -> str:
-    """Format a number with three significant digits: 2500000 becomes "2.5 M"."""
-    value = float(f"{value:.3g}")
+    """Format a number with three significant digits: 2500000 becomes "2.5 M".
+
+    `unit` follows the prefix: 2500 bytes with the unit B become "2.5 kB".
+    """
+    value = float(f"{value:.3g}")  # rounded first, so that 999.9 becomes "1 k"
     prefixes = ("", "k", "M", "G", "T", "P")
     power = 0  # of 1000
     if abs(value) >= 1000:
