@@ -52,24 +52,20 @@ class Base(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model to train: what the settings describe, or what the caller of `fit` gives.
+    """A model to train: what the settings describe, or what the caller of `fit` gives."""
 
-    `loss_of(mode, kernel)` returns the loss; `attention` chooses the kernel by the number of
-    devices that share a worker; `eval_loss_fn` computes held-out losses (None: the loss, without a
-    key). `inner_tx` and `outer_tx` replace the configured optimizers.
-    """
-
-    init_fn: InitFn
-    loss_of: Callable[[Mode, Kernel], LossFn]
+    init_fn: InitFn  # draws the parameters from a key
+    loss_of: Callable[[Mode, Kernel], LossFn]  # returns the loss for a mode and attention's kernel
     network: nn.Module | None = None  # None: the caller of `fit` has it
-    num_classes: int | None = None
+    num_classes: int | None = None  # None: the model is no classifier
+    # Chooses attention's kernel, by the number of devices that share a worker.
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None  # where to start; None: `init_fn` draws them
-    can_remat: bool = True
+    can_remat: bool = True  # whether the loss can recompute layers in the backward pass
     label_params: Labeller | None = None  # None: the architecture's, or by name
-    eval_loss_fn: LossFn | None = None
-    inner_tx: optax.GradientTransformation | None = None
-    outer_tx: optax.GradientTransformation | None = None
+    eval_loss_fn: LossFn | None = None  # for held-out losses; None: the loss, without a key
+    inner_tx: optax.GradientTransformation | None = None  # None: the configured one
+    outer_tx: optax.GradientTransformation | None = None  # None: the configured one
     base_shapes: PyTree | None = None  # of the frozen weights of a model with an adapter
     base: Base = Base()
 
@@ -103,6 +99,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
         base_shapes = jax.eval_shape(hold, frozen)
 
         def init_adapter(key):
+            """Draw all parameters, and return only those of the adapter."""
             adapter, _ = split_adapter(init_all(key))
             return adapter
 
@@ -126,37 +123,43 @@ def attention(
     machine: Machine,
     model_shards: int = 1,
 ) -> Kernel:
-    """Choose the attention kernel: "cudnn" if possible, else "xla".
+    """Choose the attention kernel: "cudnn" if devices, model and data allow it, else "xla".
 
-    The conditions are those of `jax.nn.dot_product_attention` on the strictest GPU. "xla" also
-    serves tests by inner products, and gradient tests of sharded workers, where XLA cannot
-    partition the cuDNN call.
+    What cuDNN needs is what `jax.nn.dot_product_attention` asks for on the strictest GPU.
+    `model_shards` is the number of devices that share a worker's parameters.
     """
-    device = machine.devices[0]
+    # The GPU: NVIDIA's, of compute capability 8.0 (A100) or above. GPUs of other vendors do not
+    # report their capability as a pair of numbers.
+    if machine.platform != "gpu":
+        return "xla"
+    reported = getattr(machine.devices[0], "compute_capability", "")
+    capability = re.fullmatch(r"(\d+)\.\d+", str(reported))
+    if capability is None or int(capability[1]) < 8:
+        return "xla"
+
+    # The model: one whose attention can be chosen, in bfloat16, with heads that cuDNN can read.
     head_size = getattr(network, "head_size", None) or model.width // model.num_heads
+    can_choose = takes(ARCHITECTURES[model.arch].build, "attention")
+    if not can_choose or model.dtype != "bfloat16" or head_size > 128 or head_size % 8 != 0:
+        return "xla"
+
+    # The rows: documents are separated by a mask, which cuDNN refuses if its length is odd. Windows
+    # have no effect only if they are at least as long as a row.
+    length = data.sequence_length
     kinds: tuple[llama.LayerKind, ...] = getattr(network, "kinds", ())
     windows = [kind.window for kind in kinds if kind.window is not None]
-    # GPUs of other vendors do not report their capability as a pair of numbers.
-    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    is_sharded = model_shards > 1 and measures_gradients(batching)
-    return (
-        "cudnn"
-        if (
-            takes(ARCHITECTURES[model.arch].build, "attention")
-            and (not data.separates_documents or data.sequence_length % 2 == 0)
-            and data.sequence_length <= min(windows, default=math.inf)
-            and model.dtype == "bfloat16"
-            and head_size <= 128
-            and head_size % 8 == 0
-            # Inner products need differentiation in forward mode, which cuDNN lacks.
-            and not measures_inner_products(batching)
-            and machine.platform == "gpu"
-            and capability is not None
-            and int(capability[1]) >= 8
-            and not is_sharded
-        )
-        else "xla"
-    )
+    if data.separates_documents and length % 2 != 0:
+        return "xla"
+    if length > min(windows, default=math.inf):
+        return "xla"
+
+    # The batch-size test: inner products need differentiation in forward mode, which cuDNN lacks.
+    # XLA cannot partition the cuDNN call in gradient tests of workers that are sharded.
+    if measures_inner_products(batching):
+        return "xla"
+    if model_shards > 1 and measures_gradients(batching):
+        return "xla"
+    return "cudnn"
 
 
 def layer_form(machine: Machine) -> str:
@@ -165,7 +168,7 @@ def layer_form(machine: Machine) -> str:
 
 
 def examples_per_pass(num_activations: int, machine: Machine) -> int | None:
-    """Rows of one forward and backward pass on a CPU; None elsewhere: the whole micro-batch.
+    """Return the rows of one forward and backward pass on a CPU; elsewhere None, for all rows.
 
     Activations between two layers (`num_activations` a row) should stay in the cache: with 16 rows
     of 131,072 activations, fewer rows took 0.8 of the time. If all fits in the cache, fewer rows
@@ -182,25 +185,33 @@ _NUMBERS_IN_A_PASS = 2**19  # activations between two layers: 2 MiB in float32
 def with_weights(
     model: Model, settings: ModelSettings, machine: Machine, *, seed: int
 ) -> tuple[Model, list[str]]:
-    """Read the weights of `model.init_from`, from which a model starts, or which stay frozen.
+    """Read the weights of `model.init_from`, from which the model starts or which stay frozen.
 
-    Returns lines about random and unused heads too. A head that the checkpoint lacks is drawn with
-    `seed`.
+    They stay frozen if the model has an adapter. Otherwise a head that the checkpoint lacks is
+    drawn with `seed`.
 
-    Raises ConfigError if there is no such checkpoint or its sizes differ, DataError if it is
-    damaged.
+    Returns the model with the weights, and lines for the user: about a head that was drawn, about
+    weights that were left out, and about dropout, with which the checkpoint was trained.
+
+    Raises ConfigError if there is no such checkpoint, its sizes differ, or it lacks the head of a
+    model with an adapter; DataError if it is damaged.
     """
-    source, frozen = settings.init_from, model.base_shapes is not None
-    base_dtype = (settings.base_dtype or "bfloat16") if frozen else None
+    source = settings.init_from
+    frozen = model.base_shapes is not None
+    base_dtype = None
+    if frozen:
+        base_dtype = settings.base_dtype or "bfloat16"
     loaded = hf.load(source, head=False, merges=not frozen, base_dtype=base_dtype)
     hf.require_same_network(model.network, loaded, settings)
-    params, lines = loaded.params, []
-    if loaded.lacks and frozen:
-        raise ConfigError(f"adapter.rank: {source} has no {loaded.lacks}; set adapter.rank=0")
+
+    params = loaded.params
+    lines = []
     head = loaded.lacks  # the name of a head that the checkpoint lacks, else empty
+    if head and frozen:
+        raise ConfigError(f"adapter.rank: {source} has no {head}; set adapter.rank=0")
     if head:
         drawn = jax.jit(model.init_fn)(jax.random.key(seed))
-        params |= {head: drawn[head]}
+        params = params | {head: drawn[head]}
         lines.append(f"model.init_from = {source}: has no {head}; a random one is used")
     if loaded.left_out:
         lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
@@ -209,6 +220,7 @@ def with_weights(
         lines.append(f"model.init_from = {source}: trained without {', '.join(rates)}")
     if not frozen:
         return model._replace(params=params), lines
+
     base = loaded.base
     if machine.platform == "cpu":  # where host and device then share the arrays
         base = jax.tree.map(jnp.asarray, base)
@@ -251,7 +263,8 @@ def program_spec(
     unused = 0  # integers by which all rows are shorter than the settings allow
     if found_length is not None:
         unused = longest - found_length
-    num_examples = examples_per_pass(data.sequence_length * settings.model.width, machine)
+    # Numbers that one layer hands to the next, for one row.
+    num_activations = data.sequence_length * settings.model.width
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)
     # This raises if a parameter's group is unclear; the labels themselves are not needed here.
@@ -274,7 +287,7 @@ def program_spec(
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         sequential=mode.sequential,
         remat=mode.remat,
-        examples_per_pass=num_examples,
+        examples_per_pass=examples_per_pass(num_activations, machine),
         loss_chunk=settings.model.loss_chunk,
         base=model.base_shapes,
     )
@@ -288,16 +301,22 @@ def program_spec(
 
 
 def _row(data: DataSettings, length: int) -> PyTree:
-    """Describe a row of `length` integers as the model reads it: an array, or a `RowBatch`."""
+    """Return shapes and dtypes of a row of `length` integers: of an array, or of a `RowBatch`.
+
+    A `RowBatch` has the starts of documents, if the model separates them, and weights in chats.
+    """
     tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
     if not data.separates_documents:
         return tokens
     starts = jax.ShapeDtypeStruct((length,), jnp.int32)
-    weights = jax.ShapeDtypeStruct((length,), jnp.float32) if data.is_chat else None
+    weights = None
+    if data.is_chat:
+        weights = jax.ShapeDtypeStruct((length,), jnp.float32)
     return RowBatch(tokens, starts, weights)
 
 
 def _require_no_key(loss_fn: LossFn) -> None:
+    """Raise ConfigError if the loss for held-out rows has a parameter `key` without a default."""
     key = inspect.signature(loss_fn).parameters.get("key")
     if key is not None and key.default is key.empty:
         raise ConfigError(
@@ -314,9 +333,17 @@ def on_devices(
     given: int | None,
     memory_frac: float | None,
 ) -> ProgramSpec:
-    """Choose model shards for a spec's devices and, unless `model` is None, attention's kernel.
+    """Return a spec with the number of model shards and the attention kernel for its devices.
 
-    `given`, `memory_frac` and errors are those of `model_shards`.
+    Args:
+      spec: What all programs of the run share; `spec.machine` has the devices.
+      model: Chooses the kernel and makes its loss. None: both stay as they are in `spec`.
+      sizes: The number of each trainer's workers, whose state must fit in memory.
+      given: The setting `ensemble.model_shards`; None: the least number with which the state fits.
+      memory_frac: The setting `batching.memory_frac`.
+
+    Raises:
+      ConfigError: If `given` does not divide the number of devices.
     """
     shards = model_shards(spec, sizes, given=given, memory_frac=memory_frac)
     if model is None:
