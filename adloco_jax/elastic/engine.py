@@ -4,7 +4,8 @@ The driver is this process: it holds parameters and outer states. A learner is a
 rounds of workers, and holds their inner states. These are sent only at the start, after a merge,
 and when a worker moves. Each trainer runs at its own pace (`round`).
 
-A worker's difference is its trainer's parameters minus its own, packed to be sent. `m` is a
+A worker's difference is its trainer's parameters minus its own, packed to be sent. Its inner state
+is that of its inner optimizer. A worker's id is also the number of its data stream. `m` is a
 trainer's id; `M` is the axis of trainers, `R` that of workers, `S` that of updates, and `T` that of
 micro-batches.
 """
@@ -57,7 +58,7 @@ PATIENCE_S = 300.0
 class _OuterUpdate(NamedTuple):
     """The result of `apply_differences`, and the update in the form in which it can be sent."""
 
-    ensemble: Ensemble
+    ensemble: Ensemble  # after the update
     norm_M: jax.Array  # norms of the trainers' outer updates
     packed_updates: list[PyTree]  # one, with axis M; none in float32, as nothing is packed then
 
@@ -83,6 +84,7 @@ def _apply(
     packed_updates: list[PyTree] = []
 
     def all_gather(packed_M: PyTree) -> PyTree:
+        """Keep the packed update; nothing is gathered, as all workers are here."""
         packed_updates.append(packed_M)
         return packed_M
 
@@ -100,10 +102,12 @@ def _apply(
     return _OuterUpdate(ensemble, norm_M, packed_updates)
 
 
-def _norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
-    """Return the norms `(1,)` of one worker's difference, as it is added up.
+def _difference_norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
+    """Return the norm of one worker's difference, in an array `(1,)`.
 
-    `params` has the shapes of a worker's parameters; `packed_R` is its difference, with axis R.
+    It is the norm of what is added to the outer update: the difference after it was packed.
+    `params` is a tree of `jax.ShapeDtypeStruct`, one worker's parameters. `packed_R` is its
+    difference, packed in `precision`, with an axis R of length one.
     """
     shapes = trainable(params)
     like_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.float32), shapes)
@@ -114,12 +118,12 @@ class _Failure(NamedTuple):
     """The rounds of a trainer, in a row, to which no learner has responded."""
 
     first_s: float  # when the first of them failed
-    count: int
+    count: int  # how many have failed
     until_s: float  # when the next one may begin
 
 
 class ElasticEngine:
-    """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the methods."""
+    """Runs the rounds of workers in learners; `loop.adloco.Engine` describes the public methods."""
 
     def __init__(
         self,
@@ -151,11 +155,13 @@ class ElasticEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
-        self._spent_s = np.zeros(len(USES))  # seconds of learners since then, by `USES`
+        # Since then, the seconds of learners for each use of their time (`USES`).
+        self._spent_s = np.zeros(len(USES))
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, _Failure] = {}  # by trainer's id
-        self._norms: dict[str, list[float]] = {}  # `Control.norms` after the rounds that end
-        self._measure = jax.jit(functools.partial(_norms, spec.params), static_argnums=0)
+        self._accepted_norms: dict[str, list[float]] = {}  # `Control.norms` after the next rounds
+        measure = functools.partial(_difference_norms, spec.params)
+        self._norms_of = jax.jit(measure, static_argnums=0)
         self._apply = functools.partial(
             _apply,
             outer_tx=spec.outer_tx,
@@ -175,7 +181,7 @@ class ElasticEngine:
         """
         ended = self._wait_for_rounds(state)
 
-        # What the rounds have cost, and the next sizes.
+        # Count what the rounds have cost, and choose the next sizes.
         plans = {m: each.plan for m, each in ended.items()}
         counted = {}  # by worker id
         for each in ended.values():
@@ -188,12 +194,12 @@ class ElasticEngine:
             sync_bytes=self.spec.sync_bytes,
             counted=counted,
         )
-        control.norms = self._norms
+        control.norms = self._accepted_norms
         control, decided = decide(control, _by_trainer(ended), plans)
 
         ensemble, outcomes = self._outer_updates(state, ended)
 
-        # The lines of the ledger, one for each round.
+        # Write the fields of the ledger's lines, one line for each round.
         shares = self._shares(len(ended))
         lines = {}
         for m, each in ended.items():
@@ -202,19 +208,22 @@ class ElasticEngine:
 
         # The duration begins at the last round's end or later, so no second is counted twice.
         now_s = time.monotonic()
-        step_s = now_s - max(self._finished_s, min(each.start_s for each in ended.values()))
+        start_s = min(each.start_s for each in ended.values())
+        step_s = now_s - max(self._finished_s, start_s)
         self._finished_s = now_s
 
         state, boundary = end_round(
             State(ensemble, control), lines, outcomes, decided, step_s=step_s
         )
-        self._work_on(state)
+        self._begin_next_rounds(state)
         return state, boundary
 
     def _shares(self, num_ended: int) -> dict[str, float]:
         """Divide what learners did since the last round ended among the rounds that end now.
 
-        The result is fields of a round's line: bytes, and seconds by use.
+        Returns fields that the ledger's line of each of these rounds has: bytes sent and received,
+        and seconds of learners in all, lost, and for each use of their time. The counts start again
+        at zero.
         """
         up_s = self.pool.up_s()
         num_bytes = self.pool.wire_bytes
@@ -234,7 +243,9 @@ class ElasticEngine:
     def _wait_for_rounds(self, state: State) -> dict[int, RoundRecord]:
         """Start rounds, wait until some have ended, take them out and judge their responses.
 
-        Returns the rounds that have ended, by trainer id, in the order of `control.trainers`.
+        Returns the rounds that have ended, by trainer id, in the order of `control.trainers`. After
+        a signal none is started, and Stopped is raised `LAST_S` seconds later if too few have ended
+        until then. Raises ResourceError if a round could not begin or keeps failing.
         """
         if self._fault is not None:
             raise self._fault
@@ -244,47 +255,51 @@ class ElasticEngine:
         if not self.pool.learners:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
-            self._states.adopt(state)
+            self._states.keep_states_of(state)
         num_needed = len(control.trainers) if self._keeps_together() else 1
-        # Without a learner, what is missing is said at once.
-        self._tell_s = time.monotonic() + (TELL_S if self.pool.num_present else 0.0)
+        self._tell_s = time.monotonic()  # without a learner, what is missing is said at once
+        if self.pool.num_present:
+            self._tell_s += TELL_S
         while True:
             if processes.is_asked_to_stop():
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
                 if not self.rounds or time.monotonic() >= self._stop_s:
                     raise Stopped(state)
             else:
-                self._begin(state)
+                self._begin_rounds(state)
             under_way = [m for m in control.trainers if m in self.rounds]
             over = [m for m in under_way if self.rounds[m].is_over(self.settings.engine)]
             if over and len(over) >= num_needed:
                 break
             self._poll()
-            self._tell(control)
+            self._say_progress(control)
 
         ended = {m: self.rounds.pop(m) for m in over}
         self._judge(state, ended)
         return ended
 
     def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
-        """Decide which responses count, and by which factor (`RoundRecord.judge`).
+        """Decide which responses of rounds count, and by which factor (`RoundRecord.judge`).
 
-        `self._norms` gets the accepted norms per update of each trainer, for the next rounds:
-        those in `control.norms` that belong to present trainers, and new ones of the rounds in
-        `ended`, which are by trainer id. Only the last ones of a trainer are kept.
+        A worker's difference that is much larger than usual is scaled down. What is usual is known
+        from the norms per update that were accepted before. `self._accepted_norms` gets them for
+        the next rounds: those in `control.norms` of present trainers, and those of `ended`, the
+        rounds that have ended by trainer id. Only the last ones of a trainer are kept.
         """
         control = state.control
-        # The keys are ids as text, as in JSON.
-        self._norms = {m: past for m, past in control.norms.items() if int(m) in control.trainers}
+        self._accepted_norms = {}
+        for key, past in control.norms.items():  # keys are ids as text, as in JSON
+            if int(key) in control.trainers:
+                self._accepted_norms[key] = past
         for m, each in ended.items():
-            past = self._norms.get(str(m), [])
+            past = self._accepted_norms.get(str(m), [])
             start_M = take(state.ensemble, control.positions([m])).params_M
             params_norm = float(norms(trainable(start_M))[0])
             accepted = each.judge(past, params_norm, self.settings.outer.clip_workers)
-            self._norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
+            self._accepted_norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
 
-    def _tell(self, control: Control) -> None:
-        """Say what the driver waits for, if it takes long."""
+    def _say_progress(self, control: Control) -> None:
+        """Print what the driver waits for, if that takes long: at `_tell_s`, then each `TELL_S`."""
         if time.monotonic() < self._tell_s:
             return
         self._tell_s = time.monotonic() + TELL_S
@@ -294,7 +309,7 @@ class ElasticEngine:
 
         now_s = time.monotonic()
         left_s = 0.0  # until the last response comes
-        works: list[str] = []  # about learners of whose work no end is known
+        works: list[str] = []  # parts of the line about learners of whose work no end is known
         for call in self.pool.pending("run_round"):
             assert call.request is not None
             learner = self.pool.learners[call.learner]
@@ -307,9 +322,9 @@ class ElasticEngine:
             elif math.isinf(end_s):  # its first round
                 works.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
 
-        come = sum(len(each.reported) for each in self.rounds.values())
-        to_come = sum(len(each.awaited) for each in self.rounds.values())
-        line = f"round {control.round + 1}: {come} of {come + to_come} responses have come"
+        num_come = sum(len(each.reported) for each in self.rounds.values())
+        num_asked = num_come + sum(len(each.awaited) for each in self.rounds.values())
+        line = f"round {control.round + 1}: {num_come} of {num_asked} responses have come"
         if 1 <= left_s < math.inf:
             line += f", the last in about {left_s:.0f} s"
         say("; ".join([line, *works]))
@@ -319,7 +334,9 @@ class ElasticEngine:
     ) -> tuple[Ensemble, dict[int, Outcome]]:
         """Apply the outer update to each trainer whose round has ended, and close the round.
 
-        Returns the ensemble without inner states, and by trainer id what the rounds gave.
+        `ended` has the rounds by trainer id. Returns the ensemble without inner states, which are
+        in the learners now; and by trainer id the losses and skipped updates of the round, with the
+        norm of the outer update.
         """
         ensemble = state.ensemble.replace(inner_state_R=None)
         outcomes = {}
@@ -327,14 +344,14 @@ class ElasticEngine:
             worker_ids = state.control.trainers[m].streams
             norm = math.nan  # if no response counts
             if each.counted:
-                at = state.control.positions([m])
+                at = state.control.positions([m])  # of the trainer, in arrays [M, ...]
                 updated = self._outer_update(take(ensemble, at), worker_ids, each)
                 ensemble = put(ensemble, at, updated.ensemble)
                 norm = float(updated.norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
                     self._record_change(m, each, worker_ids, updated.packed_updates)
             outcomes[m] = each.outcome(worker_ids, norm)
-            self._close(each)
+            self._close_round(each)
         return ensemble, outcomes
 
     def _record_change(
@@ -356,52 +373,68 @@ class ElasticEngine:
         if record.request.is_taken(self.spec) and not record.factors:
             # The trainer has taken the parameters of its only worker, whose learner has them.
             sender = record.senders[worker_ids[0]]
-        self._params.change(trainer, update, sender)
+        self._params.record_change(trainer, update, sender)
 
-    def _work_on(self, state: State) -> None:
+    def _begin_next_rounds(self, state: State) -> None:
         """Begin the next rounds, so that learners work while observers evaluate and save.
 
-        `state` is that after a round. Nothing begins if trainers or workers may change first. An
-        error is kept for the next call of `round`.
+        `state` is that after a round. Nothing begins after a signal, or if trainers or workers may
+        change first. If no learner is left, the error is kept for the next call of `round`.
         """
         self.control_before = state.control
         self.pool.control = state.control
         if not (processes.is_asked_to_stop() or self._changes_now(state.control)):
             try:
-                self._begin(state)
+                self._begin_rounds(state)
             except ResourceError as error:
                 self._fault = error  # observers must still save this round
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Do nothing: only Streaming DiLoCo leaves anything, and it excludes learners."""
+        """Return the state as it is, and no changes.
+
+        Only Streaming DiLoCo has something left to synchronise at the end, and it cannot use
+        learners.
+        """
         return state, []
 
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
-        """Compute guard losses of trainers and of merges (`evaluate.guard_losses`)."""
+        """Compute in this process the guard losses of trainers, and of merges of several.
+
+        `evaluate.guard_losses` says what `models` holds and what is returned.
+        """
         return guard_losses(state, models, self.programs, self.heldout)
 
     def merge(
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
-        """Merge trainers, then move workers, after fetching the inner states from the learners."""
-        at = merge_positions(state.control, members, after)
+        """Merge trainers, then move workers, after fetching the inner states from the learners.
+
+        Args:
+          state: Ensemble and control before the merge.
+          members: Ids of the trainers that merge, the representative first.
+          weights: Their weights in the merge, in the same order.
+          after: The host's data after it, which says where each worker belongs then.
+        """
+        member_positions, worker_positions = merge_positions(state.control, members, after)
         for m in members:
-            self._params.change(m, None)
-        whole = self._states.whole(state, fetches=True)
-        return replace(merged, whole, np.asarray(weights, np.float32), *at)
+            self._params.record_change(m, update=None)
+        ensemble = self._states.ensemble_with_states(state, fetches=True)
+        weights_n = np.asarray(weights, np.float32)
+        return replace(merged, ensemble, weights_n, member_positions, worker_positions)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
         (position,) = state.control.positions([trainer])
-        return replace(spawned, self._states.whole(state, fetches=True), position, num_workers)
+        ensemble = self._states.ensemble_with_states(state, fetches=True)
+        return replace(spawned, ensemble, position, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble with inner states, fetched from the learners.
+        """Return the ensemble with inner states, fetched from the learners, to save it.
 
         They are fresh instead if learners are far away, or `inner.state=reset`.
         """
         fetches = not self.pool.learners or self.pool.transport.moves_states
-        return self._states.whole(state, fetches=fetches)
+        return self._states.ensemble_with_states(state, fetches=fetches)
 
     def close(self) -> None:
         """End all learners, and what was started to reach them."""
@@ -418,7 +451,7 @@ class ElasticEngine:
         """Whether a trainer may begin its next round now, without waiting for others.
 
         If trainers stay together, it waits for the slowest, whose rounds `control.round` counts.
-        Otherwise it waits only at the next merge, and at the end of the run.
+        Otherwise it waits only before the next possible merge, and at the end of the run.
         """
         settings = self.settings
         num_ended = control.rounds_of(trainer)
@@ -427,8 +460,8 @@ class ElasticEngine:
         last_round = settings.last_round
         if settings.merge.policy != "none" and len(control.trainers) > 1:
             every = settings.merge.every_rounds
-            next_merge = (control.round // every + 1) * every  # after this round
-            last_round = min(next_merge, last_round)
+            merge_round = (control.round // every + 1) * every  # after which a merge comes next
+            last_round = min(merge_round, last_round)
         return num_ended < last_round
 
     def _changes_now(self, control: Control) -> bool:
@@ -440,10 +473,14 @@ class ElasticEngine:
         joining = joining_workers(control, settings.ensemble, done)
         return merge_due(control, settings.merge, done) or bool(joining)
 
-    def _begin(self, state: State) -> None:
-        """Start a round of every trainer that may begin one and has a worker on a free learner."""
+    def _begin_rounds(self, state: State) -> None:
+        """Start a round of every trainer that may begin one and has a worker on a free learner.
+
+        Their records are added to `self.rounds`. Workers are assigned to learners first.
+        """
         control = state.control
         now_s = time.monotonic()
+        # Trainers whose last round has failed, until the pause after it is over.
         waiting = {m for m, failure in self._failures.items() if now_s < failure.until_s}
         idle = [
             m
@@ -452,7 +489,7 @@ class ElasticEngine:
         ]
         if not idle:
             return
-        self._divide(control, idle)
+        self._assign_workers(control, idle)
 
         plans = round_plans(control, self.settings, idle)
         num_sequences = 0  # of all rounds that may begin now
@@ -469,7 +506,7 @@ class ElasticEngine:
 
     def _free_hosts(self) -> dict[int, decisions.LearnerRecord]:
         """Return, by worker id, the learners that stay and run no round now."""
-        occupied = {call.learner for call in self.pool.pending("run_round")}
+        occupied = {call.learner for call in self.pool.pending("run_round")}  # numbers
         hosts = {}
         for learner in self.pool.learners.values():
             if learner.joined and not learner.leaving and learner.number not in occupied:
@@ -500,6 +537,7 @@ class ElasticEngine:
         """
         control = state.control
         settings = self.settings
+        # Position of the round's first sequence in each worker's rows.
         starts = {worker_id: start for _, worker_id, start in control.reads([trainer])}
         free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
         if not free:
@@ -524,6 +562,7 @@ class ElasticEngine:
 
         @functools.cache  # several learners may need the parameters, or none
         def whole_params() -> PyTree:
+            """Return the trainer's parameters, in NumPy and without axis M."""
             return jax.device_get(trainer_params(state.ensemble, position))
 
         learners = {learner.number: learner for learner in free.values()}
@@ -558,13 +597,12 @@ class ElasticEngine:
         """
         states = {}
         for work in request.work:
-            state = self._states.to_send(work.worker_id, learner)
+            state = self._states.state_to_send(work.worker_id, learner)
             if state is not None:
                 states[work.worker_id] = state
-        completed = self._params.complete(request, learner, whole_params)
-        self.pool.ask_for_round(
-            learner.number, completed.request, Inputs(rate_T, states), completed.params
-        )
+        completed = self._params.complete_request(request, learner, whole_params)
+        inputs = Inputs(rate_T, inner_states=states)
+        self.pool.ask_for_round(learner.number, completed.request, inputs, completed.params)
         heartbeat_s = self.settings.engine.heartbeat_s
         learner.record_request(request.num_sequences, time.monotonic(), heartbeat_s=heartbeat_s)
 
@@ -574,10 +612,10 @@ class ElasticEngine:
         """Apply the outer update to a trainer, from the differences that learners have sent.
 
         `ensemble` has this trainer alone, and its workers in the order of `worker_ids`. At least
-        one response counts. A worker weighs as many sequences as it has read, one whose response
-        does not count zero.
+        one response of the `record` counts. A worker's weight in the mean is the number of
+        sequences that it has read; it is zero if the worker's response does not count.
         """
-        some = next(iter(record.counted.values()))
+        some = next(iter(record.counted.values()))  # any one, for the shapes
         missing = jax.tree.map(np.zeros_like, some.differences)
         differences, weights = [], []
         for worker_id in worker_ids:
@@ -590,21 +628,23 @@ class ElasticEngine:
                 weights.append(0)
         factor_R = None
         if record.factors:  # otherwise nothing is multiplied
-            factor_R = np.array([record.factors.get(w, 1.0) for w in worker_ids], np.float32)
+            factors = [record.factors.get(worker_id, 1.0) for worker_id in worker_ids]
+            factor_R = np.array(factors, np.float32)
         weights_R = np.array(weights, np.float32)
         return self._apply(ensemble, _concatenated(differences), weights_R, factor_R)
 
-    def _close(self, record: RoundRecord) -> None:
+    def _close_round(self, record: RoundRecord) -> None:
         """Record the end of a round: who holds the workers' inner states now, and what went wrong.
 
-        The ledger gets a line for each late learner, and each clipped or rejected update.
+        The ledger gets a line for each learner that is late, and for each worker's difference that
+        was scaled down ("clipped") or does not count ("rejected").
         """
         trainer = record.request.trainer
         self._failures.pop(trainer, None)
         for worker_id in record.counted:
-            self._states.counted(worker_id, record.senders[worker_id])
+            self._states.record_counted(worker_id, record.senders[worker_id])
 
-        for number in sorted(record.awaited):
+        for number in sorted(record.awaited):  # learners that have not answered
             self.pool.note(number, "late", "no response within the grace of the quorum", trainer)
         for worker_id, factor in sorted(record.factors.items()):
             norm = record.norms[worker_id]
@@ -618,27 +658,34 @@ class ElasticEngine:
 
         # A worker without a usable update may have broken parameters or states in its learner.
         for worker_id in record.responses.keys() - record.useful:
-            self._forget(record.senders[worker_id], trainer)
+            self._assume_empty(record.senders[worker_id], trainer)
 
-    def _forget(self, learner: decisions.LearnerRecord, trainer: int) -> None:
-        """Repair what a learner may have: its next request brings parameters and inner states."""
+    def _assume_empty(self, learner: decisions.LearnerRecord, trainer: int) -> None:
+        """Send parameters and inner states anew with a learner's next requests.
+
+        The learner may lack them, or have broken ones. The parameters of `trainer`, whose round
+        has failed there, are also stored anew, as the stored ones may be the cause.
+        """
         self._params.forget(learner, trainer)
         self._states.forget(learner)
 
     def _poll(self) -> None:
-        """Process the responses of learners that have come, and the losses of learners."""
+        """Process the responses of learners that have come, and the losses of learners.
+
+        Waits a fraction of a second for them.
+        """
         for event in self.pool.poll():
             match event:
                 case StatesAnswer():
-                    self._states.take(event.keys, event.states)
+                    self._states.receive(event.keys, event.states)
                 case RoundAnswer():
-                    self._take(event.learner, event.request, event.responses)
+                    self._process_answer(event.learner, event.request, event.responses)
                 case Loss():
                     if not self.pool.num_present:
                         self._tell_s = 0.0  # at once
-                    self._do_without(event.learner, event.cause)
+                    self._continue_without(event.learner, event.cause)
 
-    def _take(
+    def _process_answer(
         self,
         learner: decisions.LearnerRecord,
         request: Request,
@@ -649,18 +696,20 @@ class ElasticEngine:
         `responses` has one for each entry of `request.work`. If the learner has refused the
         request, or they are not what was asked for, its trainer's round goes on without it.
         """
-        learner.due_s = None
+        learner.due_s = None  # it has no work that must be done by a time
         try:
             if isinstance(responses, Refused):
                 raise responses
             check_responses(responses, request, self.spec)
         except Refused as error:
-            self._forget(learner, request.trainer)
+            self._assume_empty(learner, request.trainer)
             self.pool.note(learner.number, "refused", str(error), request.trainer)
-            self._do_without(learner, str(error))
+            self._continue_without(learner, str(error))
             return
         learner.num_responses += 1
-        if request.is_taken(self.spec):  # the learner has its worker's parameters now
+        if request.is_taken(self.spec):
+            # The learner has replaced the trainer's parameters by its worker's, so it has no known
+            # version of them, until the trainer takes the worker's parameters too.
             learner.params_ids.pop(request.trainer, None)
 
         precision = request.precision(self.spec)
@@ -668,13 +717,16 @@ class ElasticEngine:
         norms: dict[int, float] = {}
         for work, response in zip(request.work, responses, strict=True):
             by_worker[work.worker_id] = response
-            norm_R = self._measure(precision, response.differences.packed_R)
+            norm_R = self._norms_of(precision, response.differences.packed_R)
             norms[work.worker_id] = float(norm_R[0])
 
         # A learner may say what it wants: it cannot have computed for longer than it was away.
         elapsed_s = time.monotonic() - learner.sent_s
-        computing_s = min(float(sum(response.seconds for response in responses)), elapsed_s)
-        between_s = sum((response.between_s for response in responses), np.zeros(3))
+        claimed_s = float(sum(response.seconds for response in responses))
+        computing_s = min(claimed_s, elapsed_s)
+        between_s = np.zeros(3)  # since its last round: uploading, waiting, downloading
+        for response in responses:
+            between_s += response.between_s
         self._spent_s += learner.credible_s([computing_s, *between_s], time.monotonic())
         learner.sequence_s.append(computing_s / request.num_sequences)
         learner.transfer_s.append(elapsed_s - computing_s)
@@ -682,14 +734,15 @@ class ElasticEngine:
         if request.trainer in self.rounds:  # otherwise the round has ended
             self.rounds[request.trainer].take(learner, by_worker, norms)
 
-    def _do_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
+    def _continue_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
         """Continue the rounds that wait for a learner without it.
 
         A round to which no other learner has responded, or will, is dropped, and begins again
-        after a pause. Raises ResourceError if that has gone on for `PATIENCE_S`.
+        after a pause. Raises ResourceError if that has gone on for `PATIENCE_S`; `cause` says in
+        words why the learner has failed.
         """
         now_s = time.monotonic()
-        for trainer, each in [*self.rounds.items()]:
+        for trainer, each in [*self.rounds.items()]:  # a copy, as rounds are deleted
             each.awaited.discard(learner.number)
             if each.awaited or each.responses:
                 continue
@@ -708,10 +761,15 @@ class ElasticEngine:
 
     # -- Membership ----------------------------------------------------------------------------
 
-    def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign workers to learners; fetch the inner states that new learners must get."""
-        trainers = control.trainer_of
-        busy = {call.learner for call in self.pool.pending("run_round")}
+    def _assign_workers(self, control: Control, idle: Sequence[int]) -> None:
+        """Assign workers to learners; fetch the inner states that new learners must get.
+
+        The result is in `LearnerRecord.worker_ids`. `idle` are trainers that may begin a round now;
+        only their workers may move to another learner, while theirs runs no round. Learners that
+        were asked to leave are let go first.
+        """
+        trainers = control.trainer_of  # by worker id
+        busy = {call.learner for call in self.pool.pending("run_round")}  # learners' numbers
         self._let_leave(control, busy)
 
         movable: set[int] = set()  # workers between two rounds
@@ -722,16 +780,18 @@ class ElasticEngine:
         returning: set[int] = set()  # workers whose lost learner may soon be back
         now_s = time.monotonic()
         for learner in self.pool.learners.values():
-            is_away = learner.lost_s and now_s - learner.lost_s < self.settings.engine.restart_s
-            if is_away and learner.started_s < math.inf:
+            if learner.lost_s is None:
+                continue
+            is_recent = now_s - learner.lost_s < self.settings.engine.restart_s
+            if is_recent and learner.started_s < math.inf:  # infinity: it is not started again
                 returning.update(learner.worker_ids)
 
-        there = [each for each in self.pool.learners.values() if each.joined]
-        hosts = decisions.assign(there, trainers, movable, returning=returning)
+        present = [each for each in self.pool.learners.values() if each.joined]
+        hosts = decisions.assign(present, trainers, movable, returning=returning)  # numbers
         moving = {}
         for worker_id in movable & hosts.keys():
             moving[worker_id] = self.pool.learners[hosts[worker_id]]
-        self._states.bring(control, moving)
+        self._states.bring_here(control, moving)
 
         for learner in self.pool.learners.values():
             given = {worker_id for worker_id, number in hosts.items() if number == learner.number}
@@ -749,11 +809,12 @@ class ElasticEngine:
         `busy` has the numbers of learners that run a round. A learner's inner states are brought
         here first.
         """
-        taking_part = busy.union(*(each.reported for each in self.rounds.values()))
+        taking_part = busy.union(*(each.reported for each in self.rounds.values()))  # numbers
         for number, learner in [*self.pool.learners.items()]:
             if not (learner.leaving and learner.joined) or number in taking_part:
                 continue
-            self._states.bring(control, dict.fromkeys(learner.worker_ids))
+            nobody_yet = dict.fromkeys(learner.worker_ids)  # who runs them next is not known
+            self._states.bring_here(control, nobody_yet)
             if self.pool.learners[number] is not learner:
                 continue  # the learner was lost in the meantime
             self.pool.let_go(learner)
@@ -765,9 +826,10 @@ def _concatenated(trees: Sequence[PyTree]) -> PyTree:
 
 
 def _by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
-    """Collect, by trainer id, the gradient statistics of the workers whose responses count.
+    """Collect the gradient statistics of the workers whose responses count, by trainer id.
 
-    They are in float64, with axis R. A trainer of which nothing was measured is left out.
+    `ended` has the rounds by trainer id. The statistics are in float64, with axis R. A trainer of
+    which nothing was measured is left out.
     """
     stats = {}
     for m, each in ended.items():

@@ -6,7 +6,8 @@ driver makes a fresh one: that of a worker which has made no update.
 
 `update` is an outer update that is packed to be sent, as `core.compress.pack` returns it. A state
 is the tree that `spec.inner_tx.init` returns for one worker, in NumPy, without an axis of workers.
-`R` is the axis of all workers of an ensemble.
+Its key is its trainer's id, its worker's id, and the position in the worker's rows where the next
+round begins (`StateKey`). `R` is the axis of all workers of an ensemble.
 """
 
 from collections import defaultdict
@@ -60,10 +61,10 @@ class SentParams:
         self._pool = pool
         self._newest = defaultdict[int, _Version](_Version)  # by trainer id
 
-    def change(
+    def record_change(
         self, trainer: int, update: PyTree | None, learner: LearnerRecord | None = None
     ) -> None:
-        """Record that a trainer's parameters have changed.
+        """Record that a trainer's parameters have changed, and so have a new version.
 
         Args:
           trainer: Id of the trainer.
@@ -78,8 +79,8 @@ class SentParams:
         if learner is not None:
             learner.params_ids[trainer] = newest.id
 
-    def complete(
-        self, request: Request, learner: LearnerRecord, whole: Callable[[], PyTree]
+    def complete_request(
+        self, request: Request, learner: LearnerRecord, whole_params: Callable[[], PyTree]
     ) -> CompletedRequest:
         """Complete a learner's request by the trainer's parameters that the learner lacks.
 
@@ -89,15 +90,18 @@ class SentParams:
 
         Args:
           request: Its fields `params_sha256` and `is_update` are set in the result.
-          learner: Who runs the request; `params_ids` is read and changed.
-          whole: Returns the trainer's whole parameters, in NumPy and without an axis of trainers.
+          learner: Who runs the request. `params_ids`, which version it has of each trainer's
+            parameters, is read and changed.
+          whole_params: Returns the trainer's whole parameters, in NumPy and without an axis of
+            trainers. It is called only if they are needed.
         """
-        newest = self._newest[request.trainer]
+        trainer = request.trainer
+        newest = self._newest[trainer]
         if not newest.sha256:
-            newest.sha256 = tree_sha256(whole())
+            newest.sha256 = tree_sha256(whole_params())
 
-        had_id = learner.params_ids.get(request.trainer, 0)  # 0: the learner has no version
-        learner.params_ids[request.trainer] = newest.id
+        had_id = learner.params_ids.get(trainer, 0)  # 0: the learner has no version
+        learner.params_ids[trainer] = newest.id
         is_update = newest.update is not None and had_id == newest.id - 1
         request = request._replace(params_sha256=newest.sha256, is_update=is_update)
         if had_id == newest.id:
@@ -105,9 +109,9 @@ class SentParams:
 
         if is_update not in newest.stored:
             if is_update:
-                reference = self._pool.put(newest.update, (request.trainer, "update"))
+                reference = self._pool.put(newest.update, (trainer, "update"))
             else:
-                reference = self._pool.put(whole(), (request.trainer, "whole"))
+                reference = self._pool.put(whole_params(), (trainer, "whole"))
             newest.stored[is_update] = reference
         return CompletedRequest(request, params=newest.stored[is_update])
 
@@ -130,29 +134,40 @@ class InnerStates:
     def __init__(self, spec: ProgramSpec, pool: LearnerPool, poll: Callable[[], None]):
         """Begin without any state.
 
-        `poll` processes what learners have sent meanwhile, and passes states to `take`. Methods
-        that wait for learners call it again and again.
+        Args:
+          spec: Has the optimizer that makes a fresh state, and the shapes of the parameters.
+          pool: The learners, to ask them for states.
+          poll: Processes what learners have sent meanwhile, and passes states to `receive`. Methods
+            that wait for learners call it again and again.
         """
-        self._spec, self._pool, self._poll = spec, pool, poll
+        self._spec = spec
+        self._pool = pool
+        self._poll = poll
         self._here: dict[int, PyTree] = {}  # states in this process, by worker id
         # By worker id, the learner whose response for it counted last: it has the state after that.
         self._holders: dict[int, LearnerRecord] = {}
         self._received: dict[StateKey, PyTree] = {}  # answers to the last `_fetch`
 
-    def take(self, keys: Sequence[StateKey], states: Sequence[PyTree] | Refused) -> None:
+    def receive(self, keys: Sequence[StateKey], states: Sequence[PyTree] | Refused) -> None:
         """Store the inner states that a learner has sent, one for each of the keys.
 
         A learner that lacks one of them has refused them all. They are not stored, and whoever
         asked for them makes fresh ones.
         """
-        if not isinstance(states, Refused):
-            self._received |= dict(zip(keys, states, strict=True))
+        if isinstance(states, Refused):
+            return
+        for key, state in zip(keys, states, strict=True):
+            self._received[key] = state
 
-    def adopt(self, state: State) -> None:
-        """Copy the inner states out of an ensemble that has them, as after a resume or a merge.
+    def keep_states_of(self, state: State) -> None:
+        """Keep in this process the inner states of an ensemble, to send them to learners.
 
-        A state stays in its learner instead, and need not be sent again, if `_fetch` has just
-        received it from there, and the merge has not changed it.
+        An ensemble has them only after a resume, a merge or a spawn; otherwise nothing is done.
+        They replace all that were kept here.
+
+        A state is not kept if a learner has the same one, so that it is not sent there again. That
+        is known of those which `_fetch` has received, before the merge, from learners that still
+        run.
         """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
@@ -162,21 +177,23 @@ class InnerStates:
         for position, key in enumerate(state.control.reads()):
             _, worker_id, _ = key
             own = jax.tree.map(lambda leaf, at=position: leaf[at], inner_R)
-            in_learner = self._received.get(key) if self._holder(worker_id) else None
+            in_learner = None
+            if self._holder(worker_id) is not None:
+                in_learner = self._received.get(key)
             if in_learner is None or not _equal(own, in_learner):
                 self._here[worker_id] = own
         self._received.clear()
 
-    def bring(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
-        """Bring inner states to this process, and wait for those that learners send.
+    def bring_here(self, control: Control, targets: Mapping[int, LearnerRecord | None]) -> None:
+        """Move workers' inner states to this process, and wait for those that learners send.
 
-        Over slow links nothing is brought: a state is several times an update, and a fresh one
-        serves.
+        A worker that moves to another learner is sent its state from here. Over slow links nothing
+        is brought: a state is several times an update, and a fresh one serves.
 
         Args:
           control: Says where each worker reads next, which is part of the key of its state.
-          targets: By worker id, the learner that will run the worker next, whose own state is not
-            brought; None if that is not known yet. Other workers' states stay where they are.
+          targets: The workers that move: by worker id, the learner that will run it next, or None
+            if that is not known yet. A state stays where it is if that learner has it.
         """
         if self._spec.reset_inner_state or not self._pool.transport.moves_states:
             return
@@ -189,28 +206,32 @@ class InnerStates:
         for (_, worker_id, _), state in self._received.items():
             self._here[worker_id] = state
 
-    def to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
+    def state_to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
         """Return the inner state to send with a worker's round; None if the learner has it.
 
         A state that is neither here nor in this learner is made fresh. It is kept here until the
         round counts, as the round may have to be sent again.
         """
         if self._spec.reset_inner_state:
-            return None
+            return None  # the learner makes a fresh one
         if worker_id not in self._here and self._holders.get(worker_id) is not learner:
             self._here[worker_id] = self._fresh()
         return self._here.get(worker_id)
 
-    def counted(self, worker_id: int, learner: LearnerRecord) -> None:
+    def record_counted(self, worker_id: int, learner: LearnerRecord) -> None:
         """Record that a worker's round was counted: only `learner` has the state after it."""
         self._here.pop(worker_id, None)
         self._holders[worker_id] = learner
 
     def forget(self, learner: LearnerRecord) -> None:
         """Assume that a learner has no inner states, so that its next requests bring them."""
-        self._holders = {s: e for s, e in self._holders.items() if e is not learner}
+        self._holders = {
+            worker_id: holder
+            for worker_id, holder in self._holders.items()
+            if holder is not learner
+        }
 
-    def whole(self, state: State, *, fetches: bool) -> Ensemble:
+    def ensemble_with_states(self, state: State, *, fetches: bool) -> Ensemble:
         """Return the ensemble with an inner state for each worker, stacked along axis R.
 
         An ensemble that has inner states is returned as it is. Otherwise the states are those of
@@ -229,9 +250,10 @@ class InnerStates:
         known: dict[int, PyTree] = {}  # by worker id
         if fetches and not self._spec.reset_inner_state:
             self._fetch(keys)
-            known = {worker_id: state for (_, worker_id, _), state in self._received.items()}
-            known |= self._here
-        fresh = None
+            for (_, worker_id, _), inner_state in self._received.items():
+                known[worker_id] = inner_state
+            known.update(self._here)
+        fresh = None  # made once, if it is needed
         states = []
         for _, worker_id, _ in keys:
             if worker_id in known:
@@ -246,7 +268,8 @@ class InnerStates:
     def _fetch(self, keys: Sequence[StateKey]) -> None:
         """Request the inner states that only learners have, and wait until each has answered.
 
-        `_received` has them afterwards, without those whose learner was lost or refused.
+        Those that are in this process already are not requested. `_received` has only the others
+        afterwards, without those whose learner was lost or has refused.
         """
         self._received.clear()
         asked: dict[int, list[StateKey]] = {}  # by the number of the learner
