@@ -106,9 +106,9 @@ def test_what_is_sent_is_not_copied_byte_by_byte(driver, joining):
     driver.objects.put(place.of(1).name("requests"), b"asked")
     assert remote.create(heartbeat(place), b"here")
     data = np.random.default_rng(0).bytes(MOST_BYTES)
-    start_s = time.monotonic()
+    start_s = time.process_time()  # other processes do not count
     remote.put(place.of(1).name("responses"), data)
-    assert time.monotonic() - start_s < 0.5
+    assert time.process_time() - start_s < 0.5
     assert b"".join(driver.objects.get(place.of(1).name("responses"))[1]) == data
 
 
@@ -289,6 +289,48 @@ def test_a_hostile_member_does_not_keep_others_from_working(driver, joining, sen
     start_s = time.monotonic()
     assert b"".join(remote.get("run.json")[1]) == b"about the run"
     assert time.monotonic() - start_s < 2.0
+
+
+@pytest.mark.parametrize("do", ["put", "get"])
+def test_a_member_that_opens_many_transfers_fills_neither_memory_nor_the_way(driver, joining, do):
+    """Each stream asks for most of what a learner may have; only one has room at a time."""
+    room, num_bytes, most_held = driver.server._room, MOST_BYTES - 2**18, []
+    for number, place in enumerate(PLACES):
+        driver.objects.put(place.of(1).name("requests"), bytes([number]) * num_bytes)
+
+    async def opens_many(connection):
+        await direct._ask_on(
+            connection, Question(do="create", name=heartbeat(PLACES[0]), size=1), b"h"
+        )
+        name = PLACES[0].of(1).name("responses" if do == "put" else "requests")
+        size = num_bytes if do == "put" else 0
+        header = Question(do=do, name=name, size=size).model_dump_json().encode()
+        kept = []
+        for _ in range(6):
+            stream = await connection.open_bi()
+            await stream.send().write_all(
+                len(header).to_bytes(4, "big") + header + bytes(size // 9)
+            )
+            kept.append(stream)
+        await asyncio.sleep(1.0)  # nothing is sent or read any more
+        most_held.append(dict(room._held))
+        start_s = time.monotonic()
+        other = joining(b"a")
+        await asyncio.to_thread(use_place, other)
+        return time.monotonic() - start_s
+
+    def use_place(other):
+        assert other.create(heartbeat(PLACES[1]), b"here")
+        asked, answered = (PLACES[1].of(1).name(part) for part in ("requests", "responses"))
+        other.put(answered, b"".join(other.get(asked)[1]))
+        assert b"".join(driver.objects.get(answered)[1]) == bytes([1]) * num_bytes
+
+    assert hostile(driver, opens_many) < 2.0
+    assert most_held == [{id_of(b"h"): num_bytes}]
+    until_s = time.monotonic() + 10.0
+    while room._held and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not room._held and room._copied == 0
 
 
 def test_a_driver_that_is_killed_and_started_again_has_the_ticket_of_before(monkeypatch, tmp_path):

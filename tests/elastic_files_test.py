@@ -131,6 +131,6 @@ def test_served_rows_are_those_of_the_driver_and_only_what_is_read_is_sent(
 def test_nothing_outside_the_files_is_served(served, tmp_path):
     (tmp_path / "endpoint.key").write_bytes(b"secret")
     library = files.Library({("weights", "model.safetensors"): served[0]})
-    assert library.read(f"files/{'0' * 64}/0") is None
-    assert library.read(f"files/{served[2].root}/3") is None
+    assert library.get(f"files/{'0' * 64}/0") is None
+    assert library.get(f"files/{served[2].root}/3") is None
     assert Memory("").get("files/../endpoint.key") is None

@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -241,16 +241,18 @@ class Answer(Format):
 M = TypeVar("M", Question, Answer)
 
 
-async def send_message(send: Any, message: Format, body: bytes = b"") -> None:
+async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ()) -> None:
     """Write a message and the bytes that follow it to a stream's sending end, and end it.
 
+    The bytes come in pieces of any length, of which the next is asked for when the last is sent.
     Raises TimeoutError if nothing could be sent for `SILENT_S` seconds.
     """
     header = message.model_dump_json().encode()
     await asyncio.wait_for(send.write_all(len(header).to_bytes(4, "big") + header), SILENT_S)
-    for start in range(0, len(body), _SENT_BYTES):
-        part = bytes(body[start : start + _SENT_BYTES])
-        await asyncio.wait_for(send.write_all(part), SILENT_S)
+    for piece in pieces:
+        for start in range(0, len(piece), _SENT_BYTES):
+            part = bytes(piece[start : start + _SENT_BYTES])
+            await asyncio.wait_for(send.write_all(part), SILENT_S)
     await send.finish()
 
 
@@ -507,7 +509,7 @@ async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tup
 
     stream = await connection.open_bi()
     with contextlib.suppress(iroh.IrohError):  # it may answer before it has read all
-        await send_message(stream.send(), question, body)
+        await send_message(stream.send(), question, [body])
     return await read_message(stream.recv(), Answer), stream.recv()
 
 

@@ -68,10 +68,7 @@ class RunObjects(Memory):
         """Return the size of an object and its pieces, or None if there is none."""
         if not name.startswith("files/"):
             return super().get(name)
-        data = self._library.read(name)
-        if data is None:
-            return None
-        return len(data), iter([data])
+        return self._library.get(name)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""

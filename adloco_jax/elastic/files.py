@@ -77,27 +77,31 @@ class Library:
         """Read the files once, to hash them."""
         self.files: list[ServedFile] = []
         self._paths: dict[str, tuple[Path, bytes]] = {}  # by root: the path, and all hashes
+        self._sizes: dict[str, int] = {}  # by root, when the file was hashed
         for (kind, name), path in paths.items():
             hashes = b"".join(hashlib.sha256(piece).digest() for piece in _pieces(path))
             root = hashlib.sha256(hashes).hexdigest()
             size = path.stat().st_size
             self.files.append(ServedFile(kind=kind, name=name, size=size, root=root))
             self._paths[root] = path, hashes
+            self._sizes[root] = size
 
-    def read(self, name: str) -> bytes | None:
-        """Return the object `files/ROOT/PART`; None if there is none.
+    def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
+        """Return the size of the object `files/ROOT/PART`, and its bytes; None if there is none.
 
-        PART is the number of a piece, or "hashes".
+        PART is the number of a piece, or "hashes". A piece is read when its bytes are asked for.
         """
         _, root, part = name.split("/")
         if root not in self._paths:
             return None
         path, hashes = self._paths[root]
         if part == _HASHES:
-            return hashes
-        with open(path, "rb") as file:
-            file.seek(int(part) * FILE_PIECE_BYTES)
-            return file.read(FILE_PIECE_BYTES) or None
+            return len(hashes), iter([hashes])
+        start = int(part) * FILE_PIECE_BYTES
+        size = min(FILE_PIECE_BYTES, self._sizes[root] - start)
+        if size <= 0:
+            return None
+        return size, _part_of(path, start, size)
 
     def write_to(self, there: Store) -> None:
         """Write all pieces to a store that lacks them."""
@@ -108,7 +112,10 @@ class Library:
             say(f"{there.url}: writing {file.name}, {in_bytes(file.size)}, for learners")
             names = [f"files/{file.root}/{number}" for number in range(_num_pieces(file))]
             for name in [*names, last]:
-                there.put(name, self.read(name) or b"")
+                stored = self.get(name)
+                assert stored is not None, "the library has all pieces of its files"
+                _, piece = stored
+                there.put(name, b"".join(piece))
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -119,6 +126,17 @@ def _pieces(path: Path) -> Iterator[bytes]:
             if not piece:
                 return
             yield piece
+
+
+def _part_of(path: Path, start: int, size: int) -> Iterator[bytes]:
+    """Yield `size` bytes of a file from `start` on, read when they are asked for.
+
+    Zeros stand for what a file has lost since it was hashed; a learner refuses them by the hash.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        piece = file.read(size)
+    yield piece.ljust(size, b"\0")
 
 
 # -- The learner's side ----------------------------------------------------------------------

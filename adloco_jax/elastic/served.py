@@ -12,7 +12,7 @@ import hmac
 import math
 import re
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any
 
 from adloco_jax.elastic import direct
@@ -25,7 +25,7 @@ from adloco_jax.elastic.direct import (
     read_message,
 )
 from adloco_jax.elastic.messages import DriverHeartbeat, RequestId
-from adloco_jax.elastic.objects import Memory
+from adloco_jax.elastic.objects import REQUEST_BYTES, Memory
 from adloco_jax.elastic.store import JSON_LIMIT, from_json
 from adloco_jax.host.terminal import say
 
@@ -35,6 +35,7 @@ _MOST_CONNECTIONS = 4  # of a learner; the oldest is closed
 _MOST_STRANGERS = 64  # connections that have not said the secret yet
 _MOST_LEARNERS = 512  # connections of learners
 _MOST_NOTED = 1000  # kinds of refusals that are told and remembered
+_SMALL_BYTES = 2**16  # of a body, such as a heartbeat, that always has room
 _TELL_S = 60.0  # from one line about strangers to the next
 _CLOSING_S = 1.0  # for an answer to arrive before its connection is closed
 _SHARED = re.compile(
@@ -88,6 +89,58 @@ class _Turned(Exception):
         self.answer = Answer(status=status, why=why)
 
 
+class _Room:
+    """Memory for the bodies of requests and answers on their way; who finds none waits.
+
+    A stream that waits is not read, so its sender waits, too.
+    """
+
+    def __init__(self, most_bytes: int):
+        """Begin empty. A learner has `most_bytes`, and all together have twice as many.
+
+        So one learner cannot keep the others waiting, of whom all may send their share of a round.
+        """
+        self._most_bytes = most_bytes
+        self._held: dict[str, int] = {}  # bytes of objects, by the id of the learner
+        self._copied = 0  # bytes of copies, of all learners
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, peer: str, num_bytes: int, copied: int) -> AsyncIterator[None]:
+        """Wait until there is room for a learner's body, and keep it for the `async with` block.
+
+        An object larger than the room of a learner waits until it has no other.
+
+        Args:
+          peer: Id of the learner.
+          num_bytes: Size of the object, which is not freed before it has been sent.
+          copied: How many of these bytes are copied here at once.
+        """
+        if num_bytes <= _SMALL_BYTES:
+            yield
+            return
+
+        def fits() -> bool:
+            own = self._held.get(peer, 0)
+            has_own = own == 0 or own + num_bytes <= self._most_bytes
+            has_shared = self._copied == 0 or self._copied + copied <= 2 * self._most_bytes
+            return has_own and has_shared
+
+        async with self._changed:
+            await self._changed.wait_for(fits)
+            self._held[peer] = self._held.get(peer, 0) + num_bytes
+            self._copied += copied
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._copied -= copied
+                self._held[peer] -= num_bytes
+                if self._held[peer] == 0:
+                    del self._held[peer]
+                self._changed.notify_all()
+
+
 class Server:
     """Serves the objects of a driver over an endpoint of iroh."""
 
@@ -106,7 +159,7 @@ class Server:
           objects: The objects of the run, which the driver reads and writes too.
           secret: The run's secret, which a learner must know.
           members: Ids of the learners that are let in; empty: all that know the secret.
-          most_bytes: Largest size of a response in bytes.
+          most_bytes: Largest size of a response in bytes, which has all workers of a round.
           own_id: Id of the learner on this computer; empty if there is none.
         """
         self._objects = objects
@@ -114,6 +167,7 @@ class Server:
         self._members = members
         self._most_bytes = most_bytes
         self._own_id = own_id
+        self._room = _Room(most_bytes)
         self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
         self._connections: dict[str, list[Any]] = {}  # by the id of the learner
         self._num_strangers = 0  # connections that have not said the secret yet
@@ -258,19 +312,22 @@ class Server:
         """
         recv = stream.recv()
         question = await asyncio.wait_for(read_message(recv, Question), _HELLO_S)
-        data = b""
+        pieces: Iterator[bytes] = iter(())  # of the object that was asked for
         try:
             most = self._limit(question, peer)
             if question.size > most:
                 raise _Turned("refused", f"{question.size} bytes, expected at most {most}")
-            body = await read_body(recv, question.size)
-            answer, data = self._do(question, body, peer)
+            async with self._room.hold(peer, question.size, copied=question.size):
+                body = await read_body(recv, question.size)
+                answer, pieces = self._do(question, body, peer)
         except _Turned as turned:
             answer = turned.answer
             await recv.stop(0)  # the learner need not send the rest
         if answer.status == "refused":
             self._note(peer, f"was refused to {question.do} {question.name}: {answer.why}")
-        await direct.send_message(stream.send(), answer, data)
+        copied = min(answer.size, REQUEST_BYTES)  # a piece at a time
+        async with self._room.hold(peer, answer.size, copied):
+            await direct.send_message(stream.send(), answer, pieces)
 
     def _note(self, peer: str, what: str) -> None:
         """Say what a learner did that it may not, once for each kind, whatever its numbers are."""
@@ -330,21 +387,22 @@ class Server:
         heartbeat = from_json(b"".join(pieces), name, DriverHeartbeat)
         return any(each.is_free and each.id.of(0) == place for each in heartbeat.learners)
 
-    def _do(self, question: Question, body: bytes, peer: str) -> tuple[Answer, bytes]:
-        """Do what a learner may do (`_limit`); return the answer, and the bytes that follow it.
+    def _do(self, question: Question, body: bytes, peer: str) -> tuple[Answer, Iterator[bytes]]:
+        """Do what a learner may do (`_limit`); return the answer, and the pieces that follow it.
 
         `body` has the bytes to write. A "hello" or "look" only wants an answer.
         """
         name = question.name
+        nothing: Iterator[bytes] = iter(())
         if question.do == "get":
             stored = self._objects.get(name)
             if stored is None:
-                return Answer(status="missing"), b""
+                return Answer(status="missing"), nothing
             size, pieces = stored
-            return Answer(status="done", size=size), b"".join(pieces)
+            return Answer(status="done", size=size), pieces
         if question.do == "create":
             if not self._objects.create(name, body):
-                return Answer(status="there"), b""
+                return Answer(status="there"), nothing
             placed = _place_of(name)
             assert placed is not None, "only places are created"
             place, _ = placed
@@ -354,4 +412,4 @@ class Server:
         elif question.do == "delete":
             with contextlib.suppress(KeyError):
                 self._objects.delete(name)
-        return Answer(status="done"), b""
+        return Answer(status="done"), nothing
