@@ -19,6 +19,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
 
 _CHUNK_TOKENS = 2**22  # number of tokens that are hashed at a time
+# The end of messages about an array that cannot be used.
 _EXPECTED = "give an array of int32 values: rows [N, L + 1], or tokens [T] and a sequence_length"
 
 
@@ -131,7 +132,10 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
             " (data.sequence_length does not reach it)"
         )
 
-    length = array.shape[1] - 1 if array.ndim == 2 else sequence_length or 0
+    if array.ndim == 2:
+        length = array.shape[1] - 1
+    else:
+        length = sequence_length or 0
     is_length_right = length >= 1 and sequence_length in (None, length)
     is_integer = np.issubdtype(array.dtype, np.integer)
     if array.ndim not in (1, 2) or not is_length_right or not is_integer:
@@ -142,13 +146,13 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
         raise ConfigError(f"{have}, ids from {least} to {largest}; {_EXPECTED}")
 
     if array.ndim == 1:
-        num_rows = len(array) // (length + 1)
+        num_rows = len(array) // (length + 1)  # without the remainder
         array = array[: num_rows * (length + 1)].reshape(num_rows, length + 1)
     return array
 
 
 def _fingerprint(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 (hex) of the shapes of arrays and their values, as int32 of any type."""
+    """Return the SHA-256 (hex) of the shapes of arrays and their values, whatever integer type."""
     digest = hashlib.sha256()
     for rows in arrays:
         digest.update(f"{rows.shape}".encode())
@@ -158,7 +162,10 @@ def _fingerprint(*arrays: np.ndarray) -> str:
 
 
 def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
-    """Count the held-out rows that are also among the training rows, compared by their hashes."""
+    """Count the held-out rows that are also among the training rows.
+
+    Rows are compared by their hashes, so that the set in memory has only integers.
+    """
 
     def hashes(rows: np.ndarray) -> Iterator[int]:
         """Yield the hash of each row."""
@@ -171,7 +178,10 @@ def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
 
 
 def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield some rows at a time, as little-endian int32, so that hashes agree everywhere."""
+    """Yield some rows at a time, as contiguous little-endian int32.
+
+    So the bytes of equal rows are equal, and with them their hashes, on every machine.
+    """
     step = max(1, _CHUNK_TOKENS // rows.shape[1])
     for start in range(0, len(rows), step):
         yield np.ascontiguousarray(rows[start : start + step], "<i4")

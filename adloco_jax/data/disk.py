@@ -34,7 +34,8 @@ def sync(path: Path) -> None:
 def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for writing, which replaces `path` when the `with` block ends without an error.
 
-    The content is on disk before. Raises ConfigError if `path` is no path of this machine.
+    The new content is on disk before the old is replaced. Raises ConfigError if `path` is no path
+    of this machine.
 
     Args:
       path: The file to be written.
@@ -57,8 +58,8 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which replaces `folder` when the `with` block ends without an error.
 
-    Its content is on disk before. A kill between the two renames leaves the old folder as
-    `.NAME.old`. The next call puts it back.
+    The new content is on disk before the old is replaced. A kill between the two renames leaves the
+    old folder as `.NAME.old`. The next call puts it back.
     """
     partial = local_path(folder).with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
@@ -70,12 +71,12 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     yield partial
 
     # Files get the permissions that the umask allows, because some libraries write them with 0600.
-    mode = partial.stat().st_mode & 0o666
+    mode = partial.stat().st_mode & 0o666  # those of the new folder, without the bits to execute
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
             path.chmod(mode)
         sync(path)
-    if folder.exists():
+    if folder.exists():  # a rename cannot replace a folder that is not empty
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)

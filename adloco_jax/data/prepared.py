@@ -67,13 +67,14 @@ class RowArrays:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, of which the last may be cut; chats are counted without padding."""
+        """Number of documents that begin in the rows; the last may be cut."""
         if self.starts is None:  # a labelled text has a row of its own
             return len(self.tokens)
         starts = self.starts[self.starts < self.tokens.size]
         if self.answers is None:
             return len(starts)
-        # Of chats, padding also is a document, in which no token counts.
+        # Of chats, the padding behind each is a document too. No token counts in it, and it is left
+        # out here.
         has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
         return int(np.count_nonzero(has_answer))
 
@@ -201,20 +202,22 @@ class DocumentRows:
         first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens
         num_rows = len(first_n)
 
-        # Each row's documents are a range of `self.starts`. Their starts are written where they
-        # are, and carried on to the positions behind them.
+        # The documents that begin in a row are a range of `self.starts`, from `begin_n` to `end_n`.
         begin_n = np.searchsorted(self.starts, first_n)
         end_n = np.searchsorted(self.starts, first_n + length)
-        row_k = np.repeat(np.arange(num_rows), end_n - begin_n)
         ranges = [np.arange(begin, end) for begin, end in zip(begin_n, end_n, strict=True)]
-        which_k = np.concatenate([np.arange(0), *ranges])
-        position_k = self.starts[which_k] - first_n[row_k]
+        document_k = np.concatenate([np.arange(0), *ranges])  # integers also without a range
+        row_k = np.repeat(np.arange(num_rows), end_n - begin_n)  # the row where each begins
+        position_k = self.starts[document_k] - first_n[row_k]
+
+        # Write each start at its position, and carry it on to the positions behind.
         starts_nL = np.zeros((num_rows, length), np.int32)
         starts_nL[row_k, position_k] = position_k
         np.maximum.accumulate(starts_nL, axis=1, out=starts_nL)
 
         weights_nL = None
         if self.answers is not None:
+            # The weights of all N rows sum to N, so that those of the average row sum to one.
             weight = np.float32(len(self.answers) / self.num_answer_tokens)
             weights_nL = self.answers[index] * weight
         tokens_nL = self.tokens[index].astype(np.int32, copy=False)
@@ -239,10 +242,10 @@ def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Return whether a folder has a `prepared.json`; False also for what is no path."""
+    """Return whether a folder has a `prepared.json`; False also if `path` is no valid path."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
-    except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
+    except (OSError, RuntimeError):  # whoever opens the path raises a clear error
         return False
 
 
@@ -276,10 +279,11 @@ def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
     shapes = dict(zip(names, manifest.shapes, strict=True))
 
     def opened(name: str, dtype: Any) -> np.ndarray:
+        """Open the array in a file of the folder, in the shape of the manifest."""
         return _open_array(folder / name, shapes[name], np.dtype(dtype))
 
     def arrays_of(files: ArrayFiles) -> RowArrays:
-        """Open the arrays of a side."""
+        """Open the arrays to train on, or the held-out ones; None for a file that is not made."""
         tokens = opened(files.tokens, id_dtype)
         starts = None if labelled else opened(files.starts, np.int64)
         answers = opened(files.answers, np.bool_) if is_chat else None
@@ -293,6 +297,7 @@ def _open_array(file: Path, shape: Sequence[int], dtype: np.dtype) -> np.ndarray
     try:
         with np.errstate(over="raise"):  # the size of a forged shape may overflow
             array = np.lib.format.open_memmap(file, mode="r")
+        # `offset` is the length of the header before the numbers.
         is_whole = file.stat().st_size == array.offset + array.nbytes
         if is_whole and array.shape == tuple(shape) and array.dtype == dtype:
             return array

@@ -64,17 +64,17 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
     subset_frac = settings.data.subset_frac
     batch_size = settings.batching.initial_batch_size
     order = RowOrder(settings.seed, num_rows, num_streams, subset_frac)
-    have = min(num_rows, order.subset_size)
+    have = min(num_rows, order.subset_size)  # `subset_size` is at least one, also without rows
     need = num_streams * batch_size
     if have >= need:
         return order
-    fewer = "a smaller batch"
-    if have >= batch_size:
-        fewer = f"ensemble.num_workers={have // batch_size}"
+    remedy = "a smaller batch"
+    if have >= batch_size:  # there are enough for fewer workers
+        remedy = f"ensemble.num_workers={have // batch_size}"
     raise DataError(
         f"{where}: have {have} rows for a trainer ({num_rows} rows in all,"
         f" data.subset_frac={subset_frac}), need {need}, a batch of {batch_size} for each of"
-        f" {num_streams} worker streams; give more text, {fewer}, a smaller"
+        f" {num_streams} worker streams; give more text, {remedy}, a smaller"
         " batching.initial_batch_size or data.sequence_length, or a larger data.subset_frac or"
         " data.num_sequences"
     )
@@ -83,9 +83,11 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 def with_rows(settings: Settings, num_rows: int) -> Settings:
     """Return settings that know how many rows all trainers together draw from.
 
-    `num_rows` is the number of rows to train on; 0 if it is not known, as of a user's own corpus.
-    Raises ConfigError if `num_epochs` needs it, or the warm-up would outlast the passes over the
-    rows.
+    With `num_epochs`, the end of training (`last_token`) follows from it. `num_rows` is the number
+    of rows to train on; 0 if it is not known, as of a user's own corpus.
+
+    Raises ConfigError if `num_epochs` is set and the number is not known, or if the learning rate's
+    warm-up would last longer than all training.
     """
     num_epochs = settings.num_epochs
     warmup_updates = settings.inner.warmup_updates
@@ -93,7 +95,8 @@ def with_rows(settings: Settings, num_rows: int) -> Settings:
         raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
     subset_size = max(1, int(settings.data.subset_frac * num_rows))
     settings = settings.with_rows(min(num_rows, subset_size * settings.ensemble.num_trainers))
-    warmup_tokens = warmup_updates * settings.round_tokens / settings.inner.steps_per_round
+    tokens_per_update = settings.round_tokens / settings.inner.steps_per_round
+    warmup_tokens = warmup_updates * tokens_per_update
     if num_epochs and warmup_updates and warmup_tokens >= settings.last_token:
         raise ConfigError(
             f"inner.warmup_updates = {warmup_updates}, num_epochs = {num_epochs:g}: the warm-up"
@@ -121,7 +124,8 @@ def stream_rows(
     Source: docs/algorithm.md, section 1, "Data".
     """
     num_streams = order.num_streams
-    num_owned = len(range(stream, order.subset_size, num_streams))
+    num_owned = len(range(stream, order.subset_size, num_streams))  # rows of this stream
+    # Of each wanted row: the epoch, and how many rows the stream visited before in this epoch.
     epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), num_owned)
     epoch_key = _hash_to_key(_EPOCH, order.seed, trainer, stream, epoch)
     turn = permute(step, num_items=num_owned, key=epoch_key)  # which of its rows the stream visits
@@ -165,7 +169,7 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
 
 def interleave(labels: np.ndarray) -> np.ndarray:
-    """Order labelled items so that every stretch has about the same mix of labels.
+    """Order labelled items so that every part of the order has about the same mix of labels.
 
     `labels` are integers [N]. Returns the items' indices in the new order, int64 [N]. Items of one
     label keep their order.
