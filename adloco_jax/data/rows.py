@@ -178,16 +178,22 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 # -- Reading and tokenising ------------------------------------------------------------------
 
 _DOCUMENT = np.dtype(
-    [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
-    + [("counted", "<i8"), ("only_last", "?"), ("cut", "?"), ("rejected", "?"), ("bad", "?")]
+    [
+        # Number of tokens that are saved. Of a text all of them, and the end of text; of a chat at
+        # most a row, and zero if none counts.
+        ("length", "<i8"),
+        ("counted", "<i8"),  # how many of these count in the loss
+        ("num_bytes", "<i8"),  # UTF-8 bytes for which the tokens that count stand
+        ("digest", "<u8"),  # hash of all token ids, without the end of text, to find copies
+        ("label", "<i8"),  # the class; 0 without classes
+        ("side", "<i8"),  # `_HELDOUT` if the document is from separate held-out text, else `_TRAIN`
+        ("only_last", "?"),  # of a chat: only its last answer counts (`chats.Answers`)
+        ("rejected", "?"),  # of a chat: its label is false (`chats.Answers.is_rejected`)
+        ("cut", "?"),  # of a chat: it was longer than a row
+        ("bad", "?"),  # a row without text, which `data.skip_bad` has let pass
+    ]
 )
-"""The description of a document. `length` is the number of tokens, with the end of text; of a chat
-the number that is saved, zero if none counts. `counted` is the number of tokens that count.
-`num_bytes` is the number of UTF-8 bytes that these stand for. `digest` is a hash of the token ids,
-without the end of text. `label` is the class. `side` is `_HELDOUT` if the document is from separate
-held-out text, else `_TRAIN`. `only_last` and `rejected` are those of `chats.Answers`. `cut` says
-whether a chat was longer, `bad` whether the document is a row without text, which `data.skip_bad`
-has let pass."""
+"""The description of a document."""
 _TOKEN = np.dtype([("id", "<i4"), ("counts", "?")])  # `counts`: whether its loss does
 _TRAIN, _HELDOUT = 0, 1  # the two sides, as positions in `Job.where`
 
@@ -246,7 +252,7 @@ def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], 
     """
     heldout_parts, other_parts = job.parts()
     start_s = time.monotonic()
-    next_note_s = _FIRST_NOTE_S
+    next_note_s = _FIRST_NOTE_S  # seconds after the start
     num_documents = 0
 
     def count() -> None:
@@ -255,9 +261,10 @@ def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], 
         num_documents += 1
         passed_s = time.monotonic() - start_s
         if bar.disable and passed_s >= next_note_s:
-            next_note_s = 2 * passed_s
+            next_note_s = 2 * passed_s  # more and more rarely
             note(f"preparing rows: {counted(num_documents, 'document')} read in {passed_s:.0f} s")
 
+    # `disable=None` disables the bar where there is no terminal.
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         for side, parts in ((_HELDOUT, heldout_parts), (_TRAIN, other_parts)):
             _tokenise_side(job, text, parts, side=side, copy=copy, bar=bar, count=count)
@@ -282,9 +289,12 @@ def _tokenise_side(
 ) -> None:
     """Read parts in order until they have enough text, and add their documents to `text`.
 
+    Documents of about `CHUNK_CHARS` characters are collected, tokenised together and added. Whether
+    there is enough is asked after each of these chunks.
+
     Args:
       job: What to prepare.
-      text: The documents so far.
+      text: The documents so far. The records of the files that are read are added too.
       parts: The parts of separate held-out text, or of all other text.
       side: `_HELDOUT` for separate held-out text, else `_TRAIN`.
       copy: Path of a folder that is made for the copy of a remote file.
@@ -294,18 +304,20 @@ def _tokenise_side(
     Raises:
       DataError: If there are more bad rows than `data.skip_bad`, or a file is damaged.
     """
-    pending: list[Document] = []
+    pending: list[Document] = []  # not tokenised yet
     num_chars = 0  # of the pending documents
-    enough = False
+    has_enough = False
 
-    def save() -> None:
+    def add_pending() -> None:
         """Tokenise the pending documents together, and add them to `text`."""
+        nonlocal num_chars
         for document in pending:
             text.unread.update(document.answers.unread)
         tokens, about = _encode(pending, job, side)
         text.add(tokens, about)
-        bar.update(text.num_tokens - bar.n)
+        bar.update(text.num_tokens - bar.n)  # to all tokens so far
         pending.clear()
+        num_chars = 0
 
     for index, part in enumerate(parts, 1):
         bar.set_description(f"file {index} of {len(parts)}", refresh=False)
@@ -317,17 +329,16 @@ def _tokenise_side(
                 count()
                 if document.fault:
                     text.num_bad += 1
-                if text.num_bad > job.data.skip_bad:
+                if text.num_bad > job.data.skip_bad:  # the number of bad rows that may be skipped
                     why = f"row {text.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
                     raise DataError(f"{document.fault}; {why}")
 
                 pending.append(document)
                 num_chars += len(document.text)
                 if num_chars >= CHUNK_CHARS:
-                    save()
-                    num_chars = 0
-                    enough = _is_enough(job, text, side)
-                    if enough:
+                    add_pending()
+                    has_enough = _is_enough(job, text, side)
+                    if has_enough:
                         break
 
             # A file is read to its end even if there is enough text, so that it is counted whole,
@@ -335,27 +346,32 @@ def _tokenise_side(
             if path is not None:
                 num_documents += sum(1 for _ in documents)
             text.files.append(_file_record(part.name, path, num_documents))
-        if enough:
+        if has_enough:
             break
-    save()
+    add_pending()
 
 
 def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
-    """Return whether the documents of a side, while it is read, fill as many rows as are wanted.
+    """Return whether the rest of a side need not be read: its documents fill the wanted rows.
 
-    For training text, enough must be left after documents are held out, and also enough of these.
-    Without a limit of rows, and of labelled texts, everything is read.
+    Separate held-out text (`side` is `_HELDOUT`) is read first, so that `text` has nothing else
+    then. Of training text there must be enough after documents are held out, and enough of these.
     """
-    limit = job.heldout_limit if side == _HELDOUT else job.data.num_sequences
-    if limit is None or job.num_classes is not None:
-        return False
-    needed = limit * job.row_length  # tokens
+    if job.num_classes is not None:
+        return False  # labelled texts are all read, and then drawn at random
     if side == _HELDOUT:
-        # Separate held-out text is read first, so that all tokens belong to it.
-        return text.num_tokens >= needed
-
+        num_rows = job.heldout_limit
+    else:
+        num_rows = job.data.num_sequences
+    if num_rows is None:
+        return False  # all text is wanted
+    needed = num_rows * job.row_length  # tokens
     if text.num_tokens < needed:
         return False
+    if side == _HELDOUT:
+        return True
+
+    # So many tokens may be too few, because some are held out, and copies of these are left out.
     about = text.about
     masks = _split(job, about)
     train = about["length"][masks.train].sum()
@@ -377,7 +393,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
 
     # Of each document: all ids, those to keep (`pieces`), and which of these count (`marks`).
     if job.data.is_chat:
-        ids = [chat.ids for chat in answers]
+        all_ids = [chat.ids for chat in answers]
         pieces = []
         marks = []
         for index, (text, chat) in enumerate(zip(texts, answers, strict=True)):
@@ -387,25 +403,26 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
             piece = chat.ids[: len(mark)]
             if len(piece):
                 is_cut = len(piece) < len(chat.ids)
-                limit = len(text)  # characters
+                limit = len(text)  # where the text ends, in characters
                 if is_cut:
-                    limit = int(chat.offsets[len(piece) - 1, 1])
+                    limit = int(chat.offsets[len(piece) - 1, 1])  # behind the last kept token
                 about["cut"][index] = is_cut
                 about["num_bytes"][index] = chats.num_bytes(text, chat.contents, limit)
             pieces.append(piece)
             marks.append(mark)
     else:
-        ids = encoder.encode_batch(texts)
-        pieces = [np.append(i, np.int32(encoder.eot_id)) for i in ids]
+        all_ids = encoder.encode_batch(texts)
+        pieces = [np.append(ids, np.int32(encoder.eot_id)) for ids in all_ids]
         for index, document in enumerate(documents):
-            if document.fault:
+            if document.fault:  # a bad row has no text, and gets no end of text
                 pieces[index] = pieces[index][:0]
         marks = [np.ones(len(piece), bool) for piece in pieces]
         about["num_bytes"] = [len(text.encode()) for text in texts]
 
     # Describe the documents.
-    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
-    about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
+    for index, ids in enumerate(all_ids):
+        digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8).digest()
+        about["digest"][index] = int.from_bytes(digest, "little")
     about["label"] = [document.label for document in documents]
     about["bad"] = [document.fault != "" for document in documents]
     about["only_last"] = [chat.only_last for chat in answers]
@@ -414,8 +431,9 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
     about["length"] = [len(piece) for piece in pieces]
     about["counted"] = [mark.sum() for mark in marks]
 
+    # Join the tokens. The empty arrays are for the case that there is no document.
     tokens = np.empty(about["length"].sum(), _TOKEN)
-    tokens["id"] = np.concatenate([np.empty(0, np.int32), *pieces])  # there may be no document
+    tokens["id"] = np.concatenate([np.empty(0, np.int32), *pieces])
     tokens["counts"] = np.concatenate([np.empty(0, bool), *marks])
     least = tokens["id"].min(initial=0)
     largest = tokens["id"].max(initial=0)
@@ -445,8 +463,9 @@ def is_heldout(count: int, heldout_frac: float) -> np.ndarray:
     Of the first n documents, for each n, round(n · heldout_frac) are held out. So documents that
     are added to the end of the text do not change the choice.
     """
-    marks = np.floor(np.arange(count + 1) * heldout_frac + 0.5)
-    return np.diff(marks) > 0
+    # Entry n: how many of the first n documents are held out. Each is where this number rises.
+    num_heldout = np.floor(np.arange(count + 1) * heldout_frac + 0.5)
+    return np.diff(num_heldout) > 0
 
 
 class _Masks(NamedTuple):
@@ -472,7 +491,7 @@ def _split(job: Job, about: np.ndarray) -> _Masks:
         for label in np.unique(about["label"]):
             of_label = np.flatnonzero((about["label"] == label) & has_tokens)
             heldout[of_label] = is_heldout(len(of_label), job.data.heldout_frac)
-    is_new = ~np.isin(about["digest"], about["digest"][heldout])
+    is_new = ~np.isin(about["digest"], about["digest"][heldout])  # no copy of a held-out one
     return _Masks(train=~heldout & is_new & has_tokens, heldout=heldout & has_tokens)
 
 
@@ -616,12 +635,14 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
         lengths = lengths_N[which]
         offsets = np.cumsum(lengths) - lengths  # of each document's first token in `tokens`
         for side in (train, heldout):
-            # The index of each token in the flattened rows of this side.
-            to = np.repeat(side.first_N[which] - offsets, lengths) + np.arange(len(tokens))
-            fits = to < side.ids.size
-            side.ids.reshape(-1)[to[fits]] = tokens["id"][fits]
+            # The index of each token in the flattened rows of this side: it lies as far behind its
+            # document's first token there as in `tokens`. It is past the rows' end if the document
+            # is on the other side, or behind the last full row.
+            index = np.repeat(side.first_N[which] - offsets, lengths) + np.arange(len(tokens))
+            fits = index < side.ids.size
+            side.ids.reshape(-1)[index[fits]] = tokens["id"][fits]
             if side.counts is not None:
-                side.counts.reshape(-1)[to[fits]] = tokens["counts"][fits]
+                side.counts.reshape(-1)[index[fits]] = tokens["counts"][fits]
 
 
 def _laid_out(
@@ -670,7 +691,7 @@ def _laid_out(
         starts = np.maximum(first_D - 1, 0)
     np.save(folder / files.starts, starts[starts < ids.size])
 
-    first_N = np.full(len(lengths_N), ids.size)
+    first_N = np.full(len(lengths_N), ids.size)  # behind the end: not on this side
     first_N[mask_N] = first_D
     return _PackedSide(first_N, ids, counts)
 
@@ -690,8 +711,8 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     for index, length in enumerate(lengths.tolist()):
         fitting_spaces = spaces >> length << length  # clear the bits of spaces below `length`
         if fitting_spaces:
-            least_bit = fitting_spaces & -fitting_spaces
-            space = least_bit.bit_length() - 1
+            lowest_bit = fitting_spaces & -fitting_spaces  # all others are cleared
+            space = lowest_bit.bit_length() - 1
             row = open_rows[space].pop()
             if not open_rows[space]:
                 spaces &= ~(1 << space)
@@ -720,7 +741,8 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
     suffix = job.encoder.suffix
     lengths = np.minimum(job.labelled_lengths(about), longest)
 
-    # Rows have room for the longest text: a power of two, or three quarters of one.
+    # Rows have room for the longest text: a power of two, or three quarters of one. So texts of
+    # about the same length have rows of the same shape, and their programs are compiled once.
     room = 1 << (int(lengths.max()) - 1).bit_length()
     if lengths.max() <= room * 3 // 4:
         room = room * 3 // 4
@@ -734,7 +756,7 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
             row[NUM_FIELDS : NUM_FIELDS + length] = [*prefix, *ids, *suffix]
 
     def save(path: Path, chosen: np.ndarray, where: str) -> None:
-        """Save rows of a side; `where` is the setting that names its text."""
+        """Save the rows of a side, if each class has some; `where` names its text in messages."""
         counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
         if counts.min() < 1:
             raise DataError(
