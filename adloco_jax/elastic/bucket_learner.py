@@ -1,9 +1,10 @@
 """A learner that joins a run by itself, through a bucket or by a ticket (`run.join` starts it).
 
 A driver has a generation, by which the run's drivers are counted, and a start, which is its random
-id. It offers places, each a `RequestId` with a learner's number and incarnation; who writes the
-place's heartbeat first has it. Driver and learner see in the other's heartbeat that it is alive,
-and how many requests and responses it has written; `bucket` has the names of the objects.
+id. It offers places for learners, each a `RequestId` with a learner's number and incarnation; who
+writes the place's heartbeat first has it. A heartbeat is a small object that its owner overwrites
+again and again. Driver and learner see in the other's that it is alive, and how many requests and
+responses it has written; `bucket` has the names of the objects.
 """
 
 import contextlib
@@ -53,6 +54,8 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.host import processes
 
+_SHORTEST_S = 1e-9  # that a round may take in a printed speed, as it is divided by
+
 
 @contextlib.contextmanager
 def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
@@ -85,11 +88,16 @@ def read_run(bucket: Store) -> RunDescription | None:
     Raises ConfigError if the object is no such description, or is not signed with this key;
     ResourceError if no driver has come within the bucket's patience.
     """
+
+    def read() -> RunDescription | None:
+        """Read the description once; None if there is none."""
+        return bucket.read_message("run.json", RunDescription)
+
     start_s = time.monotonic()
-    told = False
+    has_told = False
     while not processes.is_asked_to_stop():
         try:
-            run = store.retry_if_refused(lambda: bucket.read_message("run.json", RunDescription))
+            run = store.retry_if_refused(read)
             if run is not None:
                 return run
         except Refused as error:
@@ -99,18 +107,18 @@ def read_run(bucket: Store) -> RunDescription | None:
             ) from error
         except ResourceError:
             if processes.is_asked_to_stop():
-                break
+                break  # the signal has ended the read
             raise
-        if not told:
+        if not has_told:
             print(f"{bucket.url}: waiting for a driver", flush=True)
-        told = True
+        has_told = True
         _check_patience(bucket, start_s)
         time.sleep(store.LONGEST_PAUSE_S)
     return None
 
 
 def _check_patience(bucket: Store, since_s: float) -> None:
-    """Raise ResourceError if there has been no driver for too long, since a time."""
+    """Raise ResourceError if there has been no driver for too long: since the time `since_s`."""
     if time.monotonic() - since_s > bucket.patience_s:
         minutes = bucket.patience_s / 60
         raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
@@ -134,7 +142,7 @@ class Step(enum.StrEnum):
 
 
 class _Result(NamedTuple):
-    """What a request of the driver gave."""
+    """The result of a request of the driver."""
 
     request: Request | None  # the round that was run; None: inner states were asked for
     arrays: list[Response] | list[PyTree]  # the round's responses, or the packed inner states
@@ -172,19 +180,21 @@ class BucketLearner:
         self.generation = 0  # number of the driver; 0: none is known yet
         self.handle: RequestId | None = None  # this learner's place in the run; None: it has none
         self.num_responses = 0  # that were written in this place
-        self._count = 0  # own signs of life
+        self._count = 0  # own heartbeats that were written
         self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
         self._changed_s = time.monotonic()  # when that came
         self._is_others = False  # whether the bucket is another run's now
         self._writing = threading.Lock()  # held while `handle` changes, or its heartbeat is written
         self._idle_s = time.monotonic()  # when the last response was sent
-        self._has_left = False
+        self._has_left = False  # whether the next heartbeat is the last one
         self._said = ""  # the last line that was printed
 
     def serve(self) -> bool:
         """Take part in the run until it is over, or until the learner has left.
 
-        Returns False if the bucket has become another run's instead.
+        A learner leaves after a signal, once the driver has read its responses. Returns True then,
+        and False if the bucket has become another run's instead. Raises ResourceError if there has
+        been no driver for longer than the bucket's patience.
         """
         pause_s = store.FIRST_PAUSE_S
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
@@ -192,22 +202,24 @@ class BucketLearner:
                 step = self.step()
                 if step == Step.OVER:
                     break
-                self.learner.leaving |= processes.is_asked_to_stop()
+                if processes.is_asked_to_stop():
+                    self.learner.leaving = True
                 pause_s = store.next_pause_s(pause_s)
                 if step == Step.DONE:
                     pause_s = store.FIRST_PAUSE_S
-                elif self.learner.leaving and not self._is_awaited():
+                elif self.learner.leaving and not self._has_unread_response():
                     break
-                elif not self._is_alive():
+                elif not self._is_driver_alive():
                     if self._is_others:
                         self._say("the driver gives no sign, and another run is there; joining it")
                         return False
                     _check_patience(self._store, self._changed_s)
                 time.sleep(pause_s)
 
-        self._has_left = step == Step.NOTHING and self._is_alive()
+        # A driver that is alive is told by a last heartbeat; otherwise the heartbeat is deleted.
+        self._has_left = step == Step.NOTHING and self._is_driver_alive()
         if self._has_left:
-            self.give_sign()  # a last one, by which the driver knows
+            self.give_sign()
         elif self.handle is not None:
             self._store.delete(self.handle.heartbeat_name())
         why = "left" if self.learner.leaving else "the run is over"
@@ -215,48 +227,62 @@ class BucketLearner:
         return True
 
     def step(self) -> Step:
-        """Look at the driver's heartbeat, and take a place in its run or do its next request."""
-        if not self._find_driver():
+        """Look at the driver's heartbeat, and take a place in its run or do its next request.
+
+        Returns what was found; it does not wait for the driver. An error of a request is raised
+        after the driver was told, unless it is Refused.
+        """
+        if not self._look_for_driver():
             return Step.NOTHING
         if self.driver.is_over:
             return Step.OVER
-        if self.handle is None:
-            if self.learner.leaving:
-                return Step.NOTHING
-            return Step.DONE if self._enlist() else Step.NOTHING
+
+        if self.handle is None:  # no place in the run yet
+            if not self.learner.leaving and self._take_free_place():
+                return Step.DONE
+            return Step.NOTHING
 
         own = self._own_requests()
-        if own is None:
+        if own is None:  # the driver has given the place up
             number = self.handle.learner
-            self._resign()
+            self._give_place_up()
             if self.learner.leaving:
                 return Step.OVER
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
             return Step.DONE
+
+        # Requests are numbered from 1 on, and each has one response.
         if own.id.request <= self.num_responses:
             return Step.NOTHING
-        self._do(self.handle.of(self.num_responses + 1))
+        self._run_request(self.handle.of(self.num_responses + 1))
         return Step.DONE
 
     def give_sign(self) -> None:
-        """Write this learner's heartbeat, if it takes part."""
+        """Write this learner's heartbeat, if it has a place in the run."""
         with self._writing:
             if self.handle is not None:
-                self._store.put(self.handle.heartbeat_name(), store.to_json(self._heartbeat()))
+                heartbeat = store.to_json(self._next_heartbeat())
+                self._store.put(self.handle.heartbeat_name(), heartbeat)
 
     def _own_requests(self) -> LearnerRequests | None:
-        """Return the entry of this learner's place in the driver's heartbeat; None: it has none."""
-        return next((e for e in self.driver.learners if e.id.of(0) == self.handle), None)
+        """Return what the driver's heartbeat says of this learner's place; None: nothing."""
+        for each in self.driver.learners:
+            if each.id.of(0) == self.handle:  # the place's id, without a request
+                return each
+        return None
 
-    def _is_awaited(self) -> bool:
+    def _has_unread_response(self) -> bool:
         """Whether there is a driver that still has to read a response."""
-        own = self._own_requests() if self._is_alive() else None
+        if not self._is_driver_alive():
+            return False
+        own = self._own_requests()
         return own is not None and own.num_read < self.num_responses
 
-    def _heartbeat(self) -> LearnerHeartbeat:
+    def _next_heartbeat(self) -> LearnerHeartbeat:
         """Return the next heartbeat, with what the learner says about itself."""
         self._count += 1
-        self.learner.leaving |= processes.is_asked_to_stop()
+        if processes.is_asked_to_stop():
+            self.learner.leaving = True
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
         return LearnerHeartbeat(count=self._count, num_responses=self.num_responses, sign=sign)
 
@@ -266,39 +292,42 @@ class BucketLearner:
             print(line, flush=True)
         self._said = line
 
-    def _is_alive(self) -> bool:
+    def _is_driver_alive(self) -> bool:
         """Whether the driver has not ended, nor been silent until it counts as lost."""
-        return self._silent_s() < self._heartbeat_s and not self.driver.has_ended
+        silent_s = time.monotonic() - self._changed_s
+        return silent_s < self._heartbeat_s and not self.driver.has_ended
 
-    def _silent_s(self) -> float:
-        """Return the seconds since the driver's newest heartbeat came."""
-        return time.monotonic() - self._changed_s
+    def _look_for_driver(self) -> bool:
+        """Read the heartbeat of the newest driver, and print a line if it has ended or is silent.
 
-    def _find_driver(self) -> bool:
-        """Read the heartbeat of the newest driver, and say if it ends or is silent.
-
-        Returns False if no driver is known yet, or the last one has ended and may be started again.
-        True does not mean that the driver is alive: it may be silent, or the run may be over.
+        `self.driver` is the newest heartbeat afterwards. Returns False if no driver is known yet,
+        or the last one has ended and may be started again. True does not mean that the driver is
+        alive: it may be silent, or the run may be over.
         """
-        heartbeat = self._read_driver(self.generation) if self.generation else None
-        if heartbeat is not None and heartbeat.start == self.driver.start:
-            if heartbeat.count > self.driver.count:
-                self._changed_s = time.monotonic()
-                self.driver = heartbeat
-        if self.handle is None or not self._is_alive():
-            self._find_newest()
+        # A newer heartbeat of the known driver.
+        if self.generation > 0:
+            heartbeat = self._read_driver(self.generation)
+            if heartbeat is not None and heartbeat.start == self.driver.start:
+                if heartbeat.count > self.driver.count:
+                    self._changed_s = time.monotonic()
+                    self.driver = heartbeat
+
+        # A learner with a place stays with its driver as long as that is alive.
+        if self.handle is None or not self._is_driver_alive():
+            self._change_to_newest_driver()
+
         if self.driver.has_ended and not self.driver.is_over:
             self._say("the driver has ended; waiting until it is started again")
             return False
-        if not (self._is_alive() or self.driver.is_over):
+        if not self._is_driver_alive() and not self.driver.is_over:
             self._say("the driver gives no sign; waiting for it")
         return self.generation > 0
 
-    def _find_newest(self) -> None:
+    def _change_to_newest_driver(self) -> None:
         """Leave the known driver for the one that `run.json` names, if that is another.
 
         They are told apart by the id of the driver's start in the heartbeat. Nothing changes if
-        there is no driver, or the bucket has become another run's.
+        there is no driver. If the bucket has become another run's, `_is_others` is set instead.
         """
         run = self._store.valid_message("run.json", RunDescription)
         self._is_others = run is not None and run.id != self._run_id
@@ -307,43 +336,45 @@ class BucketLearner:
         heartbeat = self._read_driver(run.driver)
         if heartbeat is None or heartbeat.start == self.driver.start:
             return
-        self._resign()
+        self._give_place_up()
         self.generation = run.driver
         self.driver = heartbeat
         self._store.signatures.start = heartbeat.start
         self._changed_s = time.monotonic()
 
-    def _resign(self) -> None:
+    def _give_place_up(self) -> None:
         """Give the place up, if there is one; delete its heartbeat and its last response.
 
         The driver has deleted the rest when it lost this learner, and may not have seen these.
         """
-        if self.handle is not None:
-            with self._writing:
-                before = self.handle
-                self.handle = None
-            self._store.delete(
-                before.heartbeat_name(), before.of(self.num_responses).name("responses")
-            )
+        if self.handle is None:
+            return
+        with self._writing:
+            before = self.handle
+            self.handle = None
+        last_response = before.of(self.num_responses).name("responses")
+        self._store.delete(before.heartbeat_name(), last_response)
 
     def _read_driver(self, generation: int) -> DriverHeartbeat | None:
-        """Read the heartbeat of a driver; None if there is no valid one."""
+        """Read the heartbeat of the driver with a number; None if there is no valid one."""
         return self._store.valid_message(f"driver/{generation}.json", DriverHeartbeat)
 
-    def _enlist(self) -> bool:
+    def _take_free_place(self) -> bool:
         """Take a free place in the driver's run; return whether there was one.
 
         Raises ConfigError if the driver has another version of this package.
         """
         check_version(self._store, self.driver.adloco_jax)
         free = [each.id for each in self.driver.learners if each.is_free]
-        random.shuffle(free)
+        random.shuffle(free)  # so that learners which come together rarely want the same place
         for handle in free:
             with self._writing:
                 self.handle = handle
                 self.num_responses = 0
-                if not self._store.create(handle.heartbeat_name(), self._heartbeat()):
-                    self.handle = None  # another learner was first
+                heartbeat = self._next_heartbeat()
+                is_first = self._store.create(handle.heartbeat_name(), heartbeat)
+                if not is_first:  # another learner has the place
+                    self.handle = None
                     continue
             start = f"{self.generation}-{self.driver.start[:8]}"  # a folder for each start
             if self._workdir is None:
@@ -360,19 +391,19 @@ class BucketLearner:
             self._say("the run has its learners; waiting to replace one")
         return False
 
-    def _do(self, request_id: RequestId) -> None:
-        """Run a request of the driver, and write the response.
+    def _run_request(self, request_id: RequestId) -> None:
+        """Read and run a request of the driver, and write the response.
 
-        An error is written instead of a result, and then raised. What is `Refused` is only printed,
-        and the learner goes on.
+        An error is written instead of a result, and then raised. If it is Refused, it is printed
+        instead of raised, and the learner goes on.
         """
         start_s = time.monotonic()
         waited_s = start_s - self._idle_s
-        message = ResponseMessage(id=request_id)
-        result = _Result(request=None, arrays=[])
+        message = ResponseMessage(id=request_id)  # without an error
+        result = _Result(request=None, arrays=[])  # nothing, unless the request succeeds
         fault: Exception | None = None
         try:
-            result = self._execute(request_id)
+            result = self._read_and_execute(request_id)
         except Exception as error:  # deliberately broad: the driver is told, whatever it was
             fault = error
             message = ResponseMessage(
@@ -411,17 +442,27 @@ class BucketLearner:
         worked_s: float,
         sent_s: float,
     ) -> None:
-        """Print the mean loss of a round, its speed, and where its seconds went."""
+        """Print the mean loss of a round, its speed, and where its seconds went.
+
+        Args:
+          request: What was run.
+          responses: One for each worker of the request.
+          waited_s: Seconds before the request came.
+          worked_s: Seconds in which it was read and run.
+          sent_s: Seconds in which the response was written.
+        """
         tokens = self._spec.sequence_length * request.num_sequences
         computed_s = min(worked_s, sum(response.seconds for response in responses))
         loss = np.nanmean(np.concatenate([response.loss_SR for response in responses]))
+        tokens_per_s = tokens / max(computed_s, _SHORTEST_S)
+        prepared_s = worked_s - computed_s
         self._say(
             f"round {request.round} of trainer {request.trainer}: loss {loss:.4g},"
-            f" {tokens / max(computed_s, 1e-9):,.0f} tok/s; waited {waited_s:.1f} s, prepared"
-            f" {worked_s - computed_s:.1f} s, computed {computed_s:.1f} s, sent {sent_s:.1f} s"
+            f" {tokens_per_s:,.0f} tok/s; waited {waited_s:.1f} s, prepared {prepared_s:.1f} s,"
+            f" computed {computed_s:.1f} s, sent {sent_s:.1f} s"
         )
 
-    def _execute(self, request_id: RequestId) -> _Result:
+    def _read_and_execute(self, request_id: RequestId) -> _Result:
         """Read a request of the driver, and the parameters that it names, and run it.
 
         Raises Refused if an object is not what it should be, or the learner has not the parameters
@@ -430,7 +471,7 @@ class BucketLearner:
         spec = self._spec
         name = request_id.name("requests")
 
-        def form(message: RequestMessage) -> Inputs | None:
+        def form_of(message: RequestMessage) -> Inputs | None:
             """Return what the arrays of the request must look like; None: it must have none."""
             if message.id != request_id:
                 raise Refused(f"{name}: another request")
@@ -440,24 +481,36 @@ class BucketLearner:
 
         start_s = time.monotonic()
         most_bytes = limit([state_form(spec)] * self._num_workers)
-        message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form)
+        message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form_of)
         request = message.request
-        if request is None:
-            states = self.learner.states(message.wanted)
-            packed = [jax.device_get(pack_state(x, spec.outer.precision)) for x in states]
-            return _Result(request=None, arrays=packed)
+        if request is None:  # the driver asks for inner states
+            packed_states = []
+            for state in self.learner.states(message.wanted):
+                packed_states.append(jax.device_get(pack_state(state, spec.outer.precision)))
+            return _Result(request=None, arrays=packed_states)
 
         inner_states = {
             worker_id: unpack_state(packed, spec)
             for worker_id, packed in inputs.inner_states.items()
         }
         inputs = inputs._replace(inner_states=inner_states)
-        params = None
+        params = None  # the learner has them
         if message.params is not None:
-            params_form = sent_form(spec, request)
-            _, params, _ = self._store.read_with_arrays(
-                message.params, limit(params_form), Format, lambda _: params_form
-            )
+            params = self._read_params(message.params, sent_form(spec, request))
         self.learner.downloading_s = time.monotonic() - start_s
         responses = self.learner.run_round(request, inputs, params)
         return _Result(request, responses)
+
+    def _read_params(self, name: str, form: PyTree) -> PyTree:
+        """Read a trainer's parameters, or their update, from the object with this name.
+
+        `form` is the tree of `jax.ShapeDtypeStruct` that they must have. Raises Refused if the
+        object is missing or is not like this.
+        """
+
+        def form_of(message: Format) -> PyTree:
+            """Return the form; the object's message is empty."""
+            return form
+
+        _, params, _ = self._store.read_with_arrays(name, limit(form), Format, form_of)
+        return params
