@@ -29,45 +29,69 @@ def write(
     """
     events = curves.read_run(workdir).events
     if round is not None:
+        # An `end` line has `rounds`; lines on the whole run have neither.
         events = [e for e in events if e.get("round", e.get("rounds", 0)) <= round]
     run = curves.RunRecord(workdir, events)
     config = run.start["config"]
-    own = run.start.get("own", [])
-    facts = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))
-    init_from = config["model"]["init_from"]
-    data = config["data"]
-    base = _on_hub(init_from)
-    dataset = _on_hub(data["path"]) if data["source"] == "hf" else None
+    own = run.start.get("own", [])  # what the caller of `fit` gave
+    totals = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))
 
+    # What the hub reads: lines at the top of the file, without those that are not known.
+    metadata = {}
     task = task_of(folder)
-    library = "transformers" if task else "jax"
+    metadata["library_name"] = "transformers" if task else "jax"
     if (folder / _ADAPTER).exists():
-        library = "peft"
-    metadata = {
-        "library_name": library,
-        "pipeline_tag": task,
-        "base_model": base,
-        "datasets": dataset and f"[{dataset}]",
-    }
-    start = base or ("a local checkpoint" if init_from else "random weights")
+        metadata["library_name"] = "peft"
+    if task:
+        metadata["pipeline_tag"] = task
+    init_from = config["model"]["init_from"]
+    base = _on_hub(init_from)
+    if base:
+        metadata["base_model"] = base
+    data = config["data"]
+    dataset = None
+    if data["source"] == "hf":
+        dataset = _on_hub(data["path"])
+    if dataset:
+        metadata["datasets"] = f"[{dataset}]"
+
     if "model" in own:
         start = "own weights"
-    rows = "own rows" if "rows" in own else " ".join(filter(None, (data["source"], dataset)))
-    version = run.start.get("versions", {}).get("adloco_jax", "")
+    elif base:
+        start = base
+    elif init_from:
+        start = "a local checkpoint"
+    else:
+        start = "random weights"
+    if "rows" in own:
+        rows = "own rows"
+    elif dataset:
+        rows = f"{data['source']} {dataset}"
+    else:
+        rows = data["source"]
     about = {
         "method": method(config, own),
         "starts from": f"{start}; {run.start['num_params']:,} parameters",
         "data": rows,
-        "trained for": f"{facts['updates']} updates, {facts['tokens']} tokens",
-        "held-out loss": facts["held-out loss"],
+        "trained for": f"{totals['updates']} updates, {totals['tokens']} tokens",
+        "held-out loss": totals["held-out loss"],
         "command": " ".join(run.start["command"].split()),
     }
-    lines = ["---"]
-    lines += [f"{key}: {value}" for key, value in metadata.items() if value]
-    lines += ["---", f"# {summary.markdown(workdir.resolve().name)}", ""]
-    lines += [f"Trained with adloco_jax {version}".rstrip() + ".", ""]
-    lines += [f"- {key}: {summary.markdown(value)}" for key, value in about.items() if value]
-    lines += ["", "No licence is stated: add `license` to the lines at the top of this file."]
+
+    version = run.start.get("versions", {}).get("adloco_jax", "")
+    trained_with = f"Trained with adloco_jax {version}".rstrip()
+    lines = [
+        "---",
+        *(f"{key}: {value}" for key, value in metadata.items()),
+        "---",
+        f"# {summary.markdown(workdir.resolve().name)}",
+        "",
+        f"{trained_with}.",
+        "",
+        *(f"- {key}: {summary.markdown(value)}" for key, value in about.items() if value),
+        "",
+        "No licence is stated: add `license` to the lines at the top of this file.",
+    ]
     page.write_files(folder, {FILE: "\n".join(lines) + "\n"})
 
 
@@ -76,8 +100,11 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
 
     `own` has what the caller of `fit` gave (`Run.own`).
     """
-    pool, inner, outer = config["ensemble"], config["inner"], config["outer"]
-    trainers, workers = pool["num_trainers"], pool["num_workers"]
+    pool = config["ensemble"]
+    inner = config["inner"]
+    outer = config["outer"]
+    trainers = pool["num_trainers"]
+    workers = pool["num_workers"]
     merges = trainers > 1 and config["merge"]["policy"] != "none"
     measures_noise = config["batching"]["test"] not in ("constant", "ramp")
     if pool["initial_workers"]:
@@ -94,18 +121,21 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
         name = f"local SGD, {workers} workers"
     else:
         name = f"DiLoCo (arXiv 2311.08105), {workers} workers"
-    inside = f"{inner['tx']} {inner['learning_rate']:g}"
+    inner_optimizer = f"{inner['tx']} {inner['learning_rate']:g}"
     if "inner_tx" in own:
-        inside = "own optimizer"
-    outside = f"{outer['tx']} {outer['learning_rate']:g}"
+        inner_optimizer = "own optimizer"
+    outer_optimizer = f"{outer['tx']} {outer['learning_rate']:g}"
     if "outer_tx" in own:
-        outside = "own optimizer"
+        outer_optimizer = "own optimizer"
     steps = counted(inner["steps_per_round"], "update")
-    return f"{name}; rounds of {steps} ({inside}), outer {outside}"
+    return f"{name}; rounds of {steps} ({inner_optimizer}), outer {outer_optimizer}"
 
 
 def task_of(folder: Path) -> str | None:
-    """Return the hub's name of what the model in a folder does; None if `transformers` has none."""
+    """Return the hub's name of what the model in a folder does; None if `transformers` has none.
+
+    `folder` is an export, or missing.
+    """
     if (folder / _ADAPTER).exists():
         return "text-generation"
     path = folder / "config.json"
@@ -119,7 +149,11 @@ def task_of(folder: Path) -> str | None:
 
 
 def _on_hub(name: str) -> str | None:
-    """Return the name of a model or data set on the hub; None if it names a local file."""
+    """Return the name of a model or data set on the hub; None if it names a local file.
+
+    A folder of this computer counts before a name on the hub that is spelled alike.
+    """
     name = re.sub("^hf://(datasets/)?", "", name)
-    is_hub = hub.NAME.fullmatch(name) and "/" in name and not Path(name).exists()
-    return name if is_hub else None
+    if not hub.NAME.fullmatch(name) or "/" not in name or Path(name).exists():
+        return None
+    return name

@@ -95,7 +95,7 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 
 
 def _next_commands(workdir: Path) -> list[str]:
-    """Lines on what to do next: generate text, and train on if only some rows were read."""
+    """Return lines on what to do next: generate text, and train on if only some rows were read."""
     run = shlex.quote(str(workdir))
     commands = []
     record = curves.read_run(workdir)
@@ -130,60 +130,77 @@ def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) 
 
 
 def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str) -> str:
+    """Return the HTML of the report; `panels` are the charts of `loss.charts`.
+
+    A single run has its figures over rounds, and tables that open on a click. Several runs have
+    only the charts and the table of totals. `command` is what makes the same report.
+    """
     runs = [run for variant in variants for run in variant.runs]
     screen = page.figure(page.tabs("loss", panels), loss.caption(variants))
     screen += _totals_table(variants)
     if len(runs) == 1:
-        title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
-        screen += run_figures.life(runs[0])
+        run = runs[0]
+        title = f"Run {run.start['run']}"
+        text = dict(summary.totals_as_text(summary.totals(run.events)))
+        rounds = counted(_num_rounds(run), "round")
+        lead = f"{rounds}, {_state(run)}. Held-out loss: {text['held-out loss']}."
+        screen += run_figures.life(run)
+        parts = _parts_of(run)
+        num_curves = 0  # no row of a table belongs to a curve
     else:
         title = f"{counted(len(variants), 'variant')}, {counted(len(runs), 'run')}"
+        lead = "Point at a row of the table to see its curve alone."
         parts = {}
+        num_curves = len(variants)
     parts["How to read this page, and the commands that made it"] = _runs_table(variants, command)
+    details = [page.folded(heading, html) for heading, html in parts.items()]
     return page.page(
         title,
-        _lead(variants),
+        lead,
         screen_html=screen,
-        details_html="\n".join(page.folded(*part) for part in parts.items()),
-        num_curves=0 if len(runs) == 1 else len(variants),
+        details_html="\n".join(details),
+        num_curves=num_curves,
     )
 
 
-def _lead(variants: Sequence[Variant]) -> str:
-    runs = [run for variant in variants for run in variant.runs]
-    if len(runs) == 1:
-        found = summary.totals(runs[0].events)
-        result = dict(summary.totals_as_text(found))["held-out loss"]
-        return f"{counted(found['rounds'], 'round')}, {_state(runs[0])}. Held-out loss: {result}."
-    return "Point at a row of the table to see its curve alone."
-
-
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """The HTML of the table of totals, a row for each variant; unknown totals have no column."""
+    """Return the HTML of the table of totals, a row for each variant.
+
+    A total that no run has is left out.
+    """
     caption = "Synchronisations are blocking and summed over trainers."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " With several seeds: the median (minimum – maximum)."
     measured = [[_measures(run) for run in variant.runs] for variant in variants]
     rows: list[dict[str, str]] = [{"run": variant.label} for variant in variants]
     for title, (name, shown) in _TOTALS.items():
-        values = [[found[name] for found in runs] for runs in measured]
-        if any(value is not None for seeds in values for value in seeds):
-            for row, seeds in zip(rows, values, strict=True):
-                row[title] = _spread(seeds, shown)
+        by_variant = [[found[name] for found in runs] for runs in measured]
+        is_known = any(value is not None for values in by_variant for value in values)
+        if not is_known:
+            continue
+        for row, values in zip(rows, by_variant, strict=True):
+            row[title] = _spread(values, shown)
     return page.table(caption, rows, is_legend=len(variants) > 1)
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """The content of `summary.json`: the totals of a single run, or of each variant's runs."""
+    """Return the content of `summary.json`.
+
+    It is the totals of a single run, or by each variant's label a list with those of its runs.
+    """
     if len(variants) == 1 and len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
-    return {
-        variant.label: [
+    by_label = {}
+    for variant in variants:
+        by_label[variant.label] = [
             {"folder": str(run.folder), "seed": run.seed, **summary.totals(run.events)}
             for run in variant.runs
         ]
-        for variant in variants
-    }
+    return by_label
+
+
+def _num_rounds(run: RunRecord) -> int:
+    return summary.totals(run.events)["rounds"]
 
 
 def _state(run: RunRecord) -> str:
@@ -197,70 +214,104 @@ def _state(run: RunRecord) -> str:
 
 
 def _measures(run: RunRecord) -> dict:
-    """The totals of a run, in which averaging trainers for the consensus model is counted."""
+    """Return the totals of a run, in which averaging trainers for the consensus is counted."""
     found = summary.totals(run.events)
-    return found | {
-        "syncs_total": found["syncs_total"] + found["consensus_syncs"],
-        "bytes_total": found["bytes_total"] + found["consensus_bytes"],
-    }
+    found["syncs_total"] += found["consensus_syncs"]
+    found["bytes_total"] += found["consensus_bytes"]
+    return found
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
-    """Show the median of values, and their range unless it is shown alike."""
+    """Show the median of values, and their range unless it is shown alike.
+
+    `shown` formats a value. "-": a value is None.
+    """
     if any(value is None for value in values):
         return "-"
-    low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low} – {high})"
+    low = shown(min(values))
+    middle = shown(statistics.median(values))
+    high = shown(max(values))
+    if low == high:
+        return middle
+    return f"{middle} ({low} – {high})"
 
 
 def _runs_table(variants: Sequence[Variant], command: str) -> str:
-    rows = [
-        {
-            "variant": variant.label,
-            "folder": str(run.folder),
-            "trained by": run.start["command"] or "-",
-            "seed": str(run.seed),
-            "rounds": f"{summary.totals(run.events)['rounds']:,}",
-            "state": _state(run),
-        }
-        for variant in variants
-        for run in variant.runs
-    ]
+    """Return the HTML of a table of all runs and the commands that trained them.
+
+    Below it are `command`, which makes the report, and how to read the charts.
+    """
+    rows = []
+    for variant in variants:
+        for run in variant.runs:
+            row = {
+                "variant": variant.label,
+                "folder": str(run.folder),
+                "trained by": run.start["command"] or "-",
+                "seed": str(run.seed),
+                "rounds": f"{_num_rounds(run):,}",
+                "state": _state(run),
+            }
+            rows.append(row)
     made_by = page.paragraph("This page was made by") + page.verbatim(command)
     reading = page.paragraph(loss.reading())
     return "\n".join([page.table("From these ledgers:", rows, texts=3), made_by, reading])
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
+    """Return the parts of a single run's report that open on a click: their HTML by heading.
+
+    What the run has not done, such as merges, has no part.
+    """
     parts = {"Batches, their test, and training": run_figures.rounds(run)}
-    if samples := [e for e in curves.lines(run.events, "eval") if e.get("sample")]:
+
+    samples = [e for e in curves.lines(run.events, "eval") if e.get("sample")]
+    if samples:
+        # A sample has the beginning of a text, and what the model wrote after it.
+        beginning, _ = samples[-1]["sample"]
         rows = [{"round": str(e["round"]), "continued": e["sample"][1]} for e in samples]
-        caption = f"How the consensus continues this held-out text: {samples[-1]['sample'][0]}"
+        caption = f"How the consensus continues this held-out text: {beginning}"
         parts["Samples"] = page.table(caption, rows, texts=2)
-    merges = [
-        {
-            "round": str(e["round"]),
-            "members": " + ".join(map(str, e["members"])),
-            "into": "refused" if e["event"] == "refusal" else str(e["into"]),
-            "weights": ", ".join(f"{w / (sum(e['weights']) or 1):.3f}" for w in e["weights"]),
-            "before": ", ".join(map(summary.number, e["loss_before"])),
-            "after": summary.number(e["loss_after"]),
-            "barrier": "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
-        }
-        for e in curves.lines(run.events, "merge", "refusal")
-    ]
+
+    merges = [_merge_row(e) for e in curves.lines(run.events, "merge", "refusal")]
     if merges:
         caption = "Merges, in order. Losses (nats) are on the guard rows, fixed held-out rows."
         parts["Merges"] = page.table(caption, merges)
-    learners = [
-        {"round": str(e["round"]), "learner": str(e["learner"])}
-        | {"what": e["what"], "why": e["why"]}
-        for e in curves.lines(run.events, "learner")
-    ]
+
+    learners = []
+    for e in curves.lines(run.events, "learner"):
+        row = {
+            "round": str(e["round"]),
+            "learner": str(e["learner"]),
+            "what": e["what"],
+            "why": e["why"],
+        }
+        learners.append(row)
     if learners:
         caption = "Learners that came, left or were lost, and rounds of theirs that did not count."
         parts["Learners"] = page.table(caption, learners, texts=4)
+
     facts = summary.totals_as_text(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
     parts["All totals"] = page.table("", rows, texts=2)
     return parts
+
+
+def _merge_row(e: dict) -> dict[str, str]:
+    """Return the cells of a merge or of a refused one, from its line of the ledger."""
+    into = str(e["into"])
+    if e["event"] == "refusal":
+        into = "refused"
+    total = sum(e["weights"]) or 1
+    barrier = "not finite"
+    if e["barrier"] is not None:
+        barrier = f"{e['barrier']:+.4f}"
+    return {
+        "round": str(e["round"]),
+        "members": " + ".join(map(str, e["members"])),
+        "into": into,
+        "weights": ", ".join(f"{weight / total:.3f}" for weight in e["weights"]),
+        "before": ", ".join(map(summary.number, e["loss_before"])),
+        "after": summary.number(e["loss_after"]),
+        "barrier": barrier,
+    }

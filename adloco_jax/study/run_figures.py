@@ -1,6 +1,5 @@
 """Figures of one run over its rounds: its trainers, batches, tests and training."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,36 +9,40 @@ from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
 
-_MAX_PARTS = 100  # parts of all lanes, so that a page of forty variants stays small
-
-
+_MAX_BARS = 100  # bars of all lanes, so that a page of forty variants stays small
 _TEXT_PX = 13  # height of a line of text
 
 
 def life(run: RunRecord) -> str:
-    """Draw trainers as bars over rounds, with batches and merges."""
+    """Draw the trainers of a run over its rounds, each as bars in a lane, and its merges.
+
+    Returns the HTML of the figure.
+    """
     rounds = curves.lines(run.events, "round")
     merged = curves.lines(run.events, "merge")
     by_trainer = curves.by_trainer(rounds)
     order = _lanes([*by_trainer], merged)
-    lanes = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
-    lane_px = max(9, min(32, 320 // len(lanes)))
-    x = _across(e["round"] - past for e in rounds for past in (0, 1))
+    # By trainer, how far the middle of its lane is from the top, 0 to 1.
+    middles = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
+    lane_px = max(9, min(32, 320 // len(order)))  # all lanes fit 320 pixels, if they can be read
+    numbers = [e["round"] for e in rounds]
+    x = _across([min(numbers) - 1, *numbers])  # a round is drawn from the end of the one before
     looks = loss.trainer_looks(run)
     most = max(1, *map(_batch, rounds))
-    body = []
+    body = ""
     for trainer, lines in by_trainer.items():
         color, _ = looks[trainer]
-        bars = _lane(lines, x, lanes[trainer], lane_px, len(lanes), most)
-        body.append(f'<g class="{color}">{bars}</g>')
-    body += [_merge(event, x, lanes) for event in merged]
+        bars = _lane(lines, x, middles[trainer], lane_px, len(order), most)
+        body += f'<g class="{color}">{bars}</g>'
+    for event in merged:
+        body += _merge(event, x, middles)
     every = math.ceil(_TEXT_PX / lane_px)  # ids that would overlap are left out
     drawn = chart.frame(
         x,
-        "".join(body),
+        body,
         title="The trainers, round by round",
-        height=lane_px * len(lanes),
-        left=[(lanes[trainer], str(trainer)) for trainer in order[::every]],
+        height=lane_px * len(order),
+        left=[(middles[trainer], str(trainer)) for trainer in order[::every]],
         y_label="trainer",
         classes=" life",
     )
@@ -50,27 +53,33 @@ def life(run: RunRecord) -> str:
 
 
 def _across(rounds: Iterable[float]) -> Axis:
+    """Make the horizontal axis of a figure over rounds."""
     return chart.axis("round", rounds, whole=True, max_ticks=8)
 
 
 def _sequences(e: dict) -> int:
-    """Number of sequences that each worker uses for an update, from a trainer's `round` line."""
+    """Return how many sequences each worker uses for an update, from a `round` line."""
     return e["micro_batch_size"] * e["num_accum_steps"]
 
 
 def _batch(e: dict) -> int:
+    """Return how many sequences all counted workers use for an update, from a `round` line."""
     return _workers(e) * _sequences(e)
 
 
 def _workers(e: dict) -> int:
-    """Number of workers whose round counted; without learners, of all."""
+    """Return the number of workers whose round counted; without learners, of all."""
     return e.get("workers_counted", e["workers"])
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """Order the trainers from top to bottom, so that lines of merges cross no active trainer."""
+    """Order the trainers from top to bottom, so that lines of merges cross no active trainer.
+
+    `merged` are the `merge` lines of the ledger. The members of a merge are placed just below the
+    trainer that absorbs them, those of an earlier merge nearer to it than those of a later one.
+    """
     order = list(trainers)
-    for event in reversed(merged):  # earlier merges are moved later, and are closer
+    for event in reversed(merged):
         for member in reversed(event["members"]):
             if member != event["into"]:
                 order.remove(member)
@@ -83,18 +92,35 @@ def _lane(
 ) -> str:
     """Draw a trainer's lane: a bar for each stretch of rounds with the same batch.
 
-    `middle` is the lane's position from the top, 0 to 1; `most` the largest batch of all trainers.
+    Args:
+      lines: The trainer's `round` lines of the ledger, in order.
+      x: The axis of rounds.
+      middle: Distance of the lane's middle from the top, 0 to 1.
+      lane_px: Height of the lane, in pixels.
+      num_lanes: Number of lanes in the figure.
+      most: The largest batch of all trainers, whose bar is the thickest.
+
+    Returns:
+      The bars as SVG.
     """
-    changed = itertools.groupby(
-        lines, lambda e: (_workers(e), e["micro_batch_size"], e["num_accum_steps"])
-    )
-    starts = [next(group) for _, group in changed]
-    starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
-    ends = [e["round"] - 1 for e in starts[1:]] + [lines[-1]["round"]]
+    # The lines at which a stretch begins; of many only some, which then last longer.
+    starts = []
+    batch_before = None
+    for e in lines:
+        batch = (_workers(e), e["micro_batch_size"], e["num_accum_steps"])
+        if batch != batch_before:
+            starts.append(e)
+        batch_before = batch
+    starts = starts[:: math.ceil(len(starts) / max(8, _MAX_BARS // num_lanes))]
+    ends = [e["round"] - 1 for e in starts[1:]]
+    ends.append(lines[-1]["round"])
+
     parts = []
     free = 0.0  # from here on a text overlaps no other
     for e, end in zip(starts, ends, strict=True):
-        left, right = x.at(e["round"] - 1), x.at(end)
+        left = x.at(e["round"] - 1)
+        right = x.at(end)
+        # From 0.15 of the lane on, and more with the logarithm of the batch.
         size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
         title = (
             f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}:"
@@ -114,23 +140,29 @@ def _lane(
     return "".join(parts)
 
 
-def _merge(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
-    """Draw a merge: a line over the lanes of its trainers, with a dot on each."""
+def _merge(event: dict, x: Axis, middles: Mapping[int, float]) -> str:
+    """Draw a merge as SVG: a line over the lanes of its trainers, with a dot on each.
+
+    `middles` are, by trainer, the distances of the lanes' middles from the top, 0 to 1.
+    """
     across = f"{x.at(event['round']):.2%}"
     into = event["into"]
-    from_top = sorted({into, *event["members"]}, key=lambda trainer: lanes[trainer])
-    rows = {trainer: f"{lanes[trainer]:.2%}" for trainer in from_top}
+    from_top = sorted({into, *event["members"]}, key=lambda trainer: middles[trainer])
+    rows = {trainer: f"{middles[trainer]:.2%}" for trainer in from_top}
     top = rows[from_top[0]]
     bottom = rows[from_top[-1]]
     marks = f'<line x1="{across}" x2="{across}" y1="{top}" y2="{bottom}"/>'
     for trainer, row in rows.items():
-        kind = ' class="into"' if trainer == into else ""
-        marks += f'<circle{kind} cx="{across}" cy="{row}" r="4"/>'
+        css_class = ""
+        if trainer == into:
+            css_class = ' class="into"'
+        marks += f'<circle{css_class} cx="{across}" cy="{row}" r="4"/>'
     title = f"round {event['round']}: {' + '.join(map(str, event['members']))} into {into}"
     return f'<g class="event"><title>{title}</title>{marks}</g>'
 
 
-# The panels over rounds: base of the axis (0: linear), and classes by field.
+# The panels over rounds, by the label of their axis: the base of a logarithmic axis (0: linear),
+# and by field of a `round` line the CSS class of its dashes. "effective" is computed.
 _PANELS: Mapping[str, tuple[int, Mapping[str, str]]] = {
     "batch per worker (sequences)": (2, {"requested_batch_size": "", "effective": "d4"}),
     "accumulated micro-batches": (2, {"num_accum_steps": ""}),
@@ -143,27 +175,39 @@ _PANELS: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def rounds(run: RunRecord) -> str:
-    """Draw the batch of each round, what the batch-size test measured, and the training."""
+    """Draw the batch of each round, what the batch-size test measured, and the training.
+
+    Returns the HTML of the figure: a chart for each of `_PANELS` of which the run has a value, with
+    a curve for each trainer and field.
+    """
     looks = loss.trainer_looks(run)
     drawn = ""
     by_trainer = curves.by_trainer(curves.lines(run.events, "round"))
     for label, (base, fields) in _PANELS.items():
         lines = []
-        for name, classes in fields.items():
+        all_x = []
+        all_y = []
+        for name, dashes in fields.items():
             for trainer, events in by_trainer.items():
                 values = []
                 for e in events:
-                    value = _sequences(e) if name == "effective" else e.get(name)
-                    values.append(value if value is not None and value > 0 else math.nan)
+                    value = e.get(name)
+                    if name == "effective":
+                        value = _sequences(e)
+                    if value is None or value <= 0:
+                        value = math.nan  # drawn as a gap
+                    values.append(value)
                 x, y = steps([e["round"] for e in events], values)
                 color, trainer_label = looks[trainer]
-                # A second field of a panel, drawn with its own class, has no label.
-                shown = "" if classes else trainer_label
-                lines.append(Curve(x, y, f"{color} {classes}", shown, f"trainer {trainer}"))
-        up = chart.axis(label, [v for line in lines for v in line.y], base=base)
-        if any(math.isfinite(v) for line in lines for v in line.y):
-            across = _across(v for line in lines for v in line.x)
-            drawn += chart.chart(across, up, lines, title=label).html()
+                if dashes:
+                    trainer_label = ""  # the curve of the panel's first field has it
+                curve = Curve(x, y, f"{color} {dashes}", trainer_label, f"trainer {trainer}")
+                lines.append(curve)
+                all_x += x
+                all_y += y
+        if any(map(math.isfinite, all_y)):
+            up = chart.axis(label, all_y, base=base)
+            drawn += chart.chart(_across(all_x), up, lines, title=label).html()
     test = run.start["config"]["batching"]["test"]
     text = (
         "The batch that a trainer requested (solid) and that its updates used (dashed); a device"
