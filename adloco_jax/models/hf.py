@@ -67,13 +67,16 @@ _LONGEST_VALUE = 300
 # Keys of an adapter_config.json that are read.
 _READ = {"base_model_name_or_path", "r", "lora_alpha", "target_modules", "revision"}
 # Keys that change no output of a trained LoRA adapter, whatever they say.
-_HARMLESS = {"auto_mapping", "inference_mode", "lora_dropout", "peft_version", "task_type"}
-# Keys that matter to other kinds of adapters only.
-_HARMLESS |= {"layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"}
-# Keys about one kind of initialisation, which `init_lora_weights` names.
-_HARMLESS |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}
-# Every other key, known or not, must be empty or false, or say one of these values. PEFT's other
-# initialisations change the base weights, also when an adapter is loaded.
+_HARMLESS = {
+    *("auto_mapping", "inference_mode", "lora_dropout", "peft_version", "task_type"),
+    # Keys that matter to other kinds of adapters only.
+    *("layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    # Keys about one kind of initialisation, which `init_lora_weights` names.
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+}
+# Every other key, known or not, must be empty or false, or say one of these values: those of an
+# adapter that only adds its products. PEFT's other initialisations change the base weights, also
+# when an adapter is loaded.
 _PLAIN = {
     "peft_type": ["LORA"],
     "bias": ["none"],
@@ -158,11 +161,11 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     """
     listed = []
     for path, leaf in _leaves(param_shapes(network)).items():
-        *modules, kind = path
-        module = names.modules["/".join(modules)]
+        *modules, kind = path  # such as layers, mlp, up, and kernel
+        module = names.modules["/".join(modules)]  # with `{}` where the layer's number stands
         name = _TENSORS.get(kind, "{}.weight").replace("{}", module)
         transposed = kind in _TRANSPOSED
-        if "{}" not in name:  # no number of a layer
+        if "{}" not in name:  # a module outside the layers
             listed.append(Tensor(name, path, layer=..., transposed=transposed))
             continue
         for layer in range(leaf.shape[0]):
@@ -174,6 +177,7 @@ def _adapter_tensors(network: nn.Module) -> list[Tensor]:
     """List the tensors of a model's adapter, as PEFT names them; empty if it has no adapter."""
     names = weight_map(network)
     assert names is not None, "only models with names can have an adapter"
+    # Only tensors of an adapter are named so (`_TENSORS`).
     return [tensor for tensor in tensors(network, names) if ".lora_" in tensor.name]
 
 
@@ -246,8 +250,9 @@ def _read_values(
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield each tensor with its values, in the checkpoint's shape; add these to `digest`.
 
-    A tensor is read when the iterator gets there. Values have the stored dtype, but float32 instead
-    of float64. Raises DataError if a value is not finite.
+    `stored` has the places of the tensors in files. A tensor is read when the iterator gets there.
+    Values have the stored dtype, but float32 instead of float64. Raises DataError if a value is not
+    finite.
     """
     for tensor, where in stored.items():
         values = where.read()
@@ -283,11 +288,11 @@ def _read_frozen(
     """Read tensors and return them as a tree of frozen weights; add their values to `digest`.
 
     The tree has the layout of `as_held`, and `dtype` is a value of `model.base_dtype`. Each tensor
-    is converted before the next is read: the host has one at a time in the stored dtype. Tensors of
-    a leaf come in the order of the layers.
+    is converted before the next is read: the host has one at a time in the stored dtype.
     """
     leaves: dict[tuple[str, ...], Any] = {}
-    layers_of_leaves = collections.defaultdict(list)  # by path, the weights of all layers
+    # By the path of a leaf, the weights of all layers. `stored` has them in the layers' order.
+    layers_of_leaves = collections.defaultdict(list)
     for tensor, values in _read_values(stored, digest):
         values = values.T if tensor.transposed else values
         weight = _convert_frozen(tensor.path, values, dtype)
@@ -346,33 +351,36 @@ def _load_adapter(
     `base` has the base's weights and `params` the adapter's only; then `merges` has no effect.
     """
     content = _read_adapter_config(folder)
-    stored = _list_file(folder / _ADAPTER_WEIGHTS)
+    stored = _list_file(folder / _ADAPTER_WEIGHTS)  # by name; the values are read below
     with safetensors.safe_open(folder / _ADAPTER_WEIGHTS, framework="numpy") as file:
-        metadata = file.metadata() or {}
+        metadata = file.metadata() or {}  # with what `save_adapter` records of the base
 
+    # Read the base, and add the adapter to its network.
     base_name = content["base_model_name_or_path"]
     if as_trained:
         base_dtype = metadata.get("base_dtype") or None
-    model = load(
+    base_model = load(
         base_name, head=head, base_dtype=base_dtype, revision=content.get("revision"), key=key
     )
-    network = _with_adapter_of(folder, model.network, content)
+    network = _with_adapter_of(folder, base_model.network, content)
 
+    # Check that the file has exactly the network's low-rank matrices, and that the base is the one
+    # for which they were trained.
     wanted = {tensor: tensor.name for tensor in _adapter_tensors(network)}
     faults = [f"{folder}: {name}: unexpected" for name in stored.keys() - wanted.values()]
     faults += _missing_or_wrong(folder, wanted, stored, network)
     if faults:
         raise DataError(_fault_lines(faults))
-    require_same_base(model, metadata.get("base_sha256", ""), f"{folder}: {base_name}")
+    require_same_base(base_model, metadata.get("base_sha256", ""), f"{folder}: {base_name}")
 
     adapter_stored = {tensor: stored[name] for tensor, name in wanted.items()}
     adapter_params = _read_params(network, adapter_stored, hashlib.sha256())  # the hash is not used
-    if model.base is not None:
-        return model._replace(network=network, params=adapter_params)
-    params = with_adapter(model.params, adapter_params)
-    if merges:
-        return model._replace(params=merge_adapter(params, network.adapter))
-    return model._replace(network=network, params=params)
+    if base_model.base is not None:  # frozen weights stay apart
+        return base_model._replace(network=network, params=adapter_params)
+    params = with_adapter(base_model.params, adapter_params)
+    if merges:  # the network of the base computes the same with the merged weights
+        return base_model._replace(params=merge_adapter(params, network.adapter))
+    return base_model._replace(network=network, params=params)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -523,7 +531,7 @@ def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelS
     `settings.init_from`. What `settings.init_from` may leave open is not compared: `names.free`,
     and the number of classes if it has no head.
     """
-    names = weight_map(network)
+    names = weight_map(network)  # None: the network has no names in Hugging Face layout
     if names is None or type(loaded.network) is not names.model:
         other = type(loaded.network).__name__
         raise ConfigError(f"model.arch = {settings.arch}: {settings.init_from} is a {other}")
@@ -531,7 +539,7 @@ def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelS
     free = set(names.free)
     if loaded.lacks:
         free.add("num_classes")
-    sizes = {attribute for attribute, _ in names.sizes.values()}
+    sizes = {attribute for attribute, _ in names.sizes.values()}  # options of `model` set these
     faults = []
     for attribute in names.attributes(loaded.config):
         have = getattr(network, attribute)
@@ -596,11 +604,12 @@ def save(
         differing = _differing(network, names.attributes(config))
     else:
         config = {key: getattr(network, attribute) for key, (attribute, _) in names.sizes.items()}
-        config |= names.fixed
-        config |= names.extra(network)
-        config |= {"dtype": dtype, "torch_dtype": dtype}
+        config.update(names.fixed)
+        config.update(names.extra(network))
+        config.update(dtype=dtype, torch_dtype=dtype)
         if tokenizer is not None:
-            config |= tokenizer.token_ids
+            config.update(tokenizer.token_ids)
+        # What is written here has the spelling of `names.normalise`, which need not be called.
         differing = _differing(network, names.attributes_of_normalised(config))
     if differing:
         have = ", ".join(f"{name}={value}" for name, value in differing.items())
@@ -610,7 +619,7 @@ def save(
     # The config.json names another tokenizer's ids if the checkpoint came without a tokenizer.
     ends = np.ravel(config.get("eos_token_id", [])).tolist()  # it may be one id or a list
     if tokenizer is not None and ends and tokenizer.eot_id not in ends:
-        config |= tokenizer.token_ids
+        config.update(tokenizer.token_ids)
     config["architectures"] = [names.classes[config["model_type"]]]
     if "torch_dtype" in config:  # the older name
         config["torch_dtype"] = dtype
@@ -628,6 +637,7 @@ def save(
     with replaced_folder(folder) as partial:
         for file, members in split.filename_to_tensors.items():
             shard = {name: arrays[name] for name in members}
+            # transformers 4 reads no file without the entry "format".
             save_file(shard, partial / file, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -736,9 +746,10 @@ def save_adapter(
         "inference_mode": True,
     }
     with replaced_folder(Path(folder)) as partial:
-        metadata = {"format": "pt"}
+        metadata = {"format": "pt"}  # as PEFT writes it
         if sha256:
-            metadata |= {"base_sha256": sha256, "base_dtype": base_dtype}
+            metadata["base_sha256"] = sha256
+            metadata["base_dtype"] = base_dtype
         save_file(arrays, partial / _ADAPTER_WEIGHTS, metadata=metadata)
         (partial / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
@@ -770,7 +781,7 @@ def _differing(network: nn.Module, attributes: Mapping[str, Any]) -> dict[str, A
 
 
 def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
-    """Return the leaves of a tree of nested dicts by their paths, in the tree's order."""
+    """Return the leaves of a tree of nested dicts by their paths, tuples of keys, in its order."""
     return flatten_dict(tree)
 
 
@@ -812,7 +823,8 @@ def _read_network(folder: Path) -> tuple[nn.Module, WeightMap, dict[str, Any]]:
     config = _read_config(path)
     maps: dict[str, WeightMap] = {}  # by the `model_type` of config.json
     for weights in _weight_maps():
-        maps |= dict.fromkeys(weights.classes, weights)
+        for model_type in weights.classes:
+            maps[model_type] = weights
     names = maps.get(str(config.get("model_type")))
 
     quantised = config.get("quantization_config")
@@ -826,7 +838,7 @@ def _read_network(folder: Path) -> tuple[nn.Module, WeightMap, dict[str, Any]]:
         if names is None:
             have = repr(config.get("model_type"))
             raise Unusable("model_type", have, " or ".join(map(repr, maps)))
-        network = names.model(**names.attributes(config))
+        network = names.model(**names.attributes(config))  # its attributes by name
         param_shapes(network)  # raises ValueError if the sizes contradict one another
     except (ValueError, OverflowError) as error:
         raise DataError(f"{path}: {error}") from error
@@ -947,11 +959,14 @@ def _check_checkpoint(
         config = config | {"tie_word_embeddings": False}
         network = network.clone(tied=False)
 
-    wanted: dict[Tensor, str] = {}  # the name under which each tensor is stored
+    # The name under which each tensor is stored: that of its twin if only the twin is there.
+    wanted: dict[Tensor, str] = {}
     for tensor in tensors(network, names):
+        wanted[tensor] = tensor.name
         twin = ties.get(tensor.name)
         is_missing = tensor.name not in stored and twin in stored
-        wanted[tensor] = twin if twin is not None and is_missing else tensor.name
+        if twin is not None and is_missing:
+            wanted[tensor] = twin
 
     head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
     lacks_head = bool(head) and not needs_head and stored.keys().isdisjoint(head.values())

@@ -132,7 +132,7 @@ def _positive(key: str, value: Any, kind: type) -> Any:
 
     Raises Unusable unless it is a positive number below a limit. A `kind` of float takes an int.
     """
-    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)  # a bool is an int
     limit = 2**31
     if key == "num_hidden_layers":
         limit = 2**12  # one entry for each layer is held in lists
@@ -142,7 +142,7 @@ def _positive(key: str, value: Any, kind: type) -> Any:
 
 
 def _require(content: dict, fixed: Mapping[str, object]) -> None:
-    """Raise Unusable if a key of `fixed` is in `content` with another value than in `fixed`."""
+    """Raise Unusable if a key of `fixed` is in `content`, with another value than in `fixed`."""
     for key, need in fixed.items():
         if content.get(key, need) != need:
             raise Unusable(key, content[key], need)
@@ -210,6 +210,7 @@ def _normalised_llama(content: dict) -> dict:
     if not isinstance(rope, Mapping) or any(isinstance(part, Mapping) for part in rope.values()):
         raise Unusable("rope_parameters", rope, "one object for all layers, or null")
 
+    # Null means false. Only false is supported, and compared with (`_GEMMA`).
     filled["use_bidirectional_attention"] = filled.get("use_bidirectional_attention") or False
     filled["rope_parameters"] = rope
     filled["rope_theta"] = rope.get("rope_theta")
@@ -230,7 +231,8 @@ def _rope_scaling(rope: Mapping) -> RopeScaling | None:
         raise Unusable(f"{key}: partial_rotary_factor", rotated_part, 1.0)
     if kind == "default":
         return None
-    field_types = (float, float, float, int)  # of `RopeScaling`, which "linear" has the first of
+    # The types of the fields of `RopeScaling`. "linear" has a key for the first one only.
+    field_types = (float, float, float, int)
     numbers = []
     for name, field_type in zip(_ROPES[kind], field_types, strict=False):
         numbers.append(_positive(f"{key}: {name}", rope.get(name), field_type))
@@ -240,44 +242,46 @@ def _rope_scaling(rope: Mapping) -> RopeScaling | None:
     return scaling
 
 
-def _layer_kinds(content: dict, rotary: LayerKind, count: int) -> tuple[LayerKind, ...]:
-    """Return the kinds of a Llama's layers: one for all, or a tuple of `count`, one for each.
+def _layer_kinds(content: dict, full: LayerKind, count: int) -> tuple[LayerKind, ...]:
+    """Return how positions enter the layers of a Llama: one kind of each layer, or one for all.
+
+    A layer of full attention attends to all positions before, one of sliding attention to a window
+    (`sliding_window`) of them.
 
     Args:
       content: A result of `_normalised_llama`.
-      rotary: The kind of a layer of full attention, with the model's rotary frequencies.
-      count: Number of layers.
+      full: The kind of a layer of full attention, with the model's rotary frequencies.
+      count: Number of layers, and of kinds unless there is one for all.
 
-    A Llama has full attention in all layers, and a Mistral a window in all. In the other families
-    `layer_types` names the type of each layer, and only those of sliding attention have the window.
-    In Gemma these have frequencies of their own. SmolLM3 lists the layers that rotate.
+    Raises:
+      Unusable: If the lists in `content` do not describe so many layers.
     """
     family = content["model_type"]
-    if family == "llama":
-        return (rotary,)
+    if family == "llama":  # full attention in all layers
+        return (full,)
     window = content.get("sliding_window")
     if window is not None:
         window = _positive("sliding_window", window, int)
-    if family == "mistral":
-        return (rotary._replace(window=window),)
+    if family == "mistral":  # the window in all layers
+        return (full._replace(window=window),)
 
-    sliding = rotary._replace(window=window)
-    if family == "gemma3_text":
+    # In all other families `layer_types` says which layers have the window.
+    layer_types = content.get("layer_types") or ()
+    sliding = full._replace(window=window)
+    if family == "gemma3_text":  # there these layers have rotary frequencies of their own
         rope = content["sliding_rope"]
         theta = _positive("rope_parameters: rope_theta", rope.get("rope_theta"), float)
         sliding = LayerKind(theta, _rope_scaling(rope), window)
-
-    layer_types = content.get("layer_types") or ()
     is_rotated = [True] * count
-    if family == "smollm3":
+    if family == "smollm3":  # there some layers do not rotate queries and keys
         is_rotated = content["no_rope_layers"]  # 1 for a layer that rotates, despite the name
+
     is_complete = len(layer_types) == count and len(is_rotated) >= count
     if not is_complete or not set(layer_types) <= {_FULL, _SLIDING}:
         raise Unusable("layer_types", layer_types, f"a list of {count} names {_FULL} or {_SLIDING}")
-
     kinds = []
     for layer, layer_type in enumerate(layer_types):
-        kind = rotary if layer_type == _FULL else sliding
+        kind = full if layer_type == _FULL else sliding
         if not is_rotated[layer]:
             kind = LayerKind(rope_theta=None, window=kind.window)
         kinds.append(kind)
@@ -290,18 +294,19 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
     `content` is a result of `_normalised_llama`, and `sizes` has the attributes of `LLAMA.sizes`.
     """
     family = content["model_type"]
+    # Whether the keys that switch biases on are true; a key that the family ignores is absent.
     biases = {key: bool(content.get(key)) for key in _BIASES.get(family, ())}
     qkv_bias = biases.get("attention_bias", False)
 
-    # Layers of one kind are described by `rope_theta`, `rope_scaling` and `window` of the model,
-    # others by `layer_kinds`.
-    rotary = LayerKind(sizes["rope_theta"], _rope_scaling(content["rope_parameters"]))
-    kinds = _layer_kinds(content, rotary, sizes["num_layers"])
-    is_uniform = len(set(kinds)) == 1 and kinds[0]._replace(window=None) == rotary
+    # Layers that are alike, with the model's rotary frequencies, are described by the attributes
+    # `rope_theta`, `rope_scaling` and `window`, all others by `layer_kinds`.
+    full = LayerKind(sizes["rope_theta"], _rope_scaling(content["rope_parameters"]))
+    kinds = _layer_kinds(content, full, sizes["num_layers"])
+    is_uniform = len(set(kinds)) == 1 and kinds[0]._replace(window=None) == full
 
     is_gemma = family == "gemma3_text"
     _require(content, _GEMMA if is_gemma else {"hidden_act": "silu"})
-    query_size = None
+    query_size = None  # the size of a head
     if is_gemma:
         scalar = content.get("query_pre_attn_scalar")
         query_size = _positive("query_pre_attn_scalar", scalar, float)
@@ -313,7 +318,7 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
             head_size = None  # the usual one
 
     return {
-        "rope_scaling": rotary.rope_scaling,
+        "rope_scaling": full.rope_scaling,
         "head_size": head_size,
         "window": kinds[0].window if is_uniform else None,
         "layer_kinds": None if is_uniform else kinds,
@@ -336,7 +341,7 @@ def _normalised_bert(content: dict) -> dict:
 
     They are the id of padding, the number of classes and the problem type.
     """
-    labels = content.get("id2label")
+    labels = content.get("id2label")  # an object with a name for each class
     filled = {"pad_token_id": 0} | content
     if isinstance(labels, dict):
         filled["num_labels"] = len(labels)
@@ -355,6 +360,7 @@ def _extra_llama(model: Llama) -> dict:
     scaling = model.rope_scaling
     if scaling is not None:
         rope["rope_type"] = "llama3" if scaling.original_length else "linear"
+        # `_ROPES` has the keys of the fields in order; "linear" has the first one only.
         for key, number in zip(_ROPES[rope["rope_type"]], scaling, strict=False):
             rope[key] = number
     return {
