@@ -12,8 +12,9 @@ Parameters, requests and responses are written once:
     requests/GENERATION/LEARNER/REQUEST.safetensors    call of a learner's method
     responses/GENERATION/LEARNER/REQUEST.safetensors   result of the call
 
-A driver's generation is its number among the run's drivers; its start is a random id. `RequestId`
-names a learner's place, which is its number and incarnation, and a request to it.
+A driver's generation is its number among the run's drivers; its start is a random id. A place for a
+learner is a number and an incarnation, which counts the learners that had the number before. A
+`RequestId` names a place, and a request to the learner there.
 """
 
 import concurrent.futures
@@ -67,8 +68,9 @@ from adloco_jax.host.terminal import say
 from adloco_jax.settings import OPTIONS, Settings, change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
-# Settings that learners have from `run.json`, and that may not change either.
-_THEIRS = "engine.heartbeat_s", "engine.link"
+# Settings that may not change when a run continues, though a change of them is harmless elsewhere:
+# learners have them from `run.json`.
+_THEIRS = ("engine.heartbeat_s", "engine.link")
 _LOOK_S = 0.02  # from one look at the results of threads to the next
 _CUT_OFF_S = 0.2  # from one look at whether the link works again to the next
 SIGNS = 4  # signs of life in the time after which a learner or a driver counts as lost
@@ -94,19 +96,19 @@ def limit(form: PyTree) -> int:
 
 
 def check_possible(settings: Settings, folder: Path) -> None:
-    """Check that a run in a folder can use learners through the bucket at its address.
+    """Check that a run can use learners through the bucket at its address `engine.address`.
 
-    Raises ConfigError if obstore is missing, or the bucket holds another run or other settings, or
-    cannot be read or written; ResourceError if it cannot be reached.
+    `folder` is the run's. Raises ConfigError if obstore is missing, or the bucket holds another run
+    or other settings, or cannot be read or written; ResourceError if it cannot be reached.
     """
     check_installed("obstore", "", "engine.kind = bucket")
     bucket = store.open_bucket(settings.engine.address, find_key(folder / "learners" / "key"))
     check_continues(bucket, settings, folder / "learners" / "id")
 
     # Try whether objects may be written, and whether the second leaves the first one there.
-    is_new = [bucket.create("driver/0.json", Format()) for _ in range(2)]
+    has_written = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
-    if all(is_new):
+    if all(has_written):
         raise ConfigError(
             f"{bucket.url}: the store overwrites objects that it was asked to keep (If-None-Match),"
             " so two learners would take one place; use another store"
@@ -131,24 +133,28 @@ def connected(
     """
     folder = Path(setup.log).parent
     key = find_key(folder / "key")
-    shown = '"$ADLOCO_KEY"' if given_key() else key
+    shown = key
+    if given_key():  # the user has set it, and may not want to see it printed
+        shown = '"$ADLOCO_KEY"'
     command = f"ADLOCO_KEY={shown} adloco join {address}"
-    if setup.by_fit:
+    if setup.by_fit:  # `join` is called in a program that has the model and the rows
         command = f"adloco_jax.join({address!r}, ...) with ADLOCO_KEY={shown} in the environment"
     invitation = f"to join, on up to {num_learners} machines: {command}"
     keep_key(folder / "key", key)  # before anything is signed with it
     there = store.open_bucket(address, key)
 
     def offer(files: Library) -> None:
+        """Write the files to the bucket."""
         files.write_to(there)
 
     driver = driving(there, setup, is_over, invitation, offer)
+    # A learner on this machine too, if the settings want one.
     with own_learner(setup, address, is_over, secret=key), driver as transport:
         yield transport
 
 
 def nobody(place: RequestId) -> str:
-    """Return no name for the learner in a place, as a bucket does not know who writes."""
+    """Return an empty name for the learner in a place: a bucket does not know who writes."""
     return ""
 
 
@@ -162,6 +168,8 @@ def driving(
     owner: Callable[[RequestId], str] = nobody,
 ) -> Iterator["BucketTransport"]:
     """Become the driver of the run whose objects are in a store, and print an invitation.
+
+    The driver gives signs of life within the `with` block, and says at its end that it has ended.
 
     Args:
       there: The store.
@@ -177,8 +185,9 @@ def driving(
     folder = Path(setup.log).parent
     heartbeat_s = setup.settings.engine.heartbeat_s
     there.limit_rate(setup.settings.engine.link)
-    run = _description(there, setup, folder / "id")
-    library = Library(setup.files if setup.settings.engine.serves else {})
+    run = _own_description(there, setup, folder / "id")
+    served_files = setup.files if setup.settings.engine.serves else {}
+    library = Library(served_files)
 
     # Take the run over, and say so.
     there.signatures.run = run.id
@@ -195,19 +204,21 @@ def driving(
     _delete_rounds(there, generation)  # what a driver that was killed has left
     say(invitation)
     try:
-        with processes.every(heartbeat_s / SIGNS, lambda: transport.act(transport.give_sign)):
+        with processes.every(
+            heartbeat_s / SIGNS, lambda: transport.act_and_keep_fault(transport.give_sign)
+        ):
             yield transport
     finally:
         transport.close(is_over=is_over())
 
 
-def _description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescription:
-    """Return the run's description: that in the bucket, or a new one.
+def _own_description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescription:
+    """Return the description of the driver's run: that in the bucket, or a new one.
 
-    The file at `path` has the run's id; it is written if it is missing. Raises ConfigError if the
-    bucket holds another run.
+    The file at `path` has the run's id; a new id is written if it is missing. Raises ConfigError if
+    the bucket holds another run.
     """
-    run = _described(bucket, path)
+    run = _read_description(bucket, path)
     if run is not None:
         return run
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,39 +235,47 @@ def _description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescripti
     )
 
 
-def _described(bucket: Store, path: Path) -> RunDescription | None:
+def _read_description(bucket: Store, path: Path) -> RunDescription | None:
     """Return the run's description, `run.json` of the bucket; None if there is none.
 
-    Raises ConfigError if it is damaged, or of another run than the file at `path` names.
+    Raises ConfigError if it is damaged, or of another run than the file at `path`, which has the
+    id of this one if it is there.
     """
+
+    def read() -> RunDescription | None:
+        """Read `run.json` once; None if there is none."""
+        return bucket.read_message("run.json", RunDescription)
+
     try:
-        run = store.retry_if_refused(lambda: bucket.read_message("run.json", RunDescription))
+        run = store.retry_if_refused(read)
     except Refused as error:
         raise ConfigError(
             f"{bucket.url}: {error}; delete it if no other run is there, else name another prefix,"
             f" such as {bucket.url}-2"
         ) from error
-    if run is None or (path.exists() and run.id == path.read_text("utf-8")):
+    if run is None:
+        return None
+    if path.exists() and run.id == path.read_text("utf-8"):
         return run
     raise ConfigError(f"{bucket.url}: holds another run; name another, such as {bucket.url}-2")
 
 
 def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
-    """Check that learners, which have the settings of `run.json`, train as the driver means.
+    """Check that a run which continues has the settings that its learners have from `run.json`.
 
-    Raises ConfigError if not, or if `run.json` is of another run than the file at `path` names.
+    A setting may differ if a change of it is harmless (`settings.change`). Raises ConfigError if
+    another differs, or if `run.json` is of another run than the file at `path` names.
     """
-    run = _described(bucket, path)
+    run = _read_description(bucket, path)
     if run is None:
         return
-    before = run.settings
-    there = flatten_dict(before, sep=".")
-    now = settings.with_rows(before.get("num_rows", 0)).flat()  # as when the run began
+    before = flatten_dict(run.settings, sep=".")  # by key, such as "engine.link"
+    now = settings.with_rows(run.settings.get("num_rows", 0)).flat()  # as when the run began
     differ = []
     for key in OPTIONS:
         matters = change(key) != "harmless" or key in _THEIRS
-        if matters and there.get(key) != now[key]:
-            differ.append(f"{key} = {there.get(key)!r}, now {now[key]!r}")
+        if matters and before.get(key) != now[key]:
+            differ.append(f"{key} = {before.get(key)!r}, now {now[key]!r}")
     if differ:
         raise ConfigError(
             f"{bucket.url}: learners there have {'; '.join(differ)}; change it back, or name"
@@ -275,25 +294,25 @@ def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
     """Begin as the run's next driver, and return its number, the generation.
 
     `last` is the number of the last driver in `run.json`; 0 if there was none. This process waits
-    until the newest driver has ended, or has given no sign for `heartbeat_s`. A store may show an
-    older heartbeat for a while, so that one which changes is waited for again. Raises ConfigError
-    if a driver is alive.
+    until the newest driver has ended, or has given no sign for `heartbeat_s`. Then it writes the
+    first heartbeat of the next one, unless another process was faster. A store may show an older
+    heartbeat for a while, so that one which changes is waited for again. Raises ConfigError if a
+    driver is alive.
     """
     start_s = time.monotonic()
     changed_s = start_s
-    newest = _newest(bucket, last)
+    newest = _newest_driver(bucket, last)
     if not newest.heartbeat.has_ended:
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
+    first = DriverHeartbeat(start=bucket.signatures.start, count=0, adloco_jax=__version__)
     while time.monotonic() <= start_s + 2 * heartbeat_s:
-        start = bucket.signatures.start
-        begun = DriverHeartbeat(start=start, count=0, adloco_jax=__version__)
         is_free = newest.heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
         generation = newest.generation + 1
-        if is_free and bucket.create(f"driver/{generation}.json", begun):
+        if is_free and bucket.create(f"driver/{generation}.json", first):
             return generation
         time.sleep(min(1.0, heartbeat_s / SIGNS))
         before = newest
-        newest = _newest(bucket, before.generation)
+        newest = _newest_driver(bucket, before.generation)
         if newest != before:
             changed_s = time.monotonic()
     raise ConfigError(
@@ -301,17 +320,19 @@ def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
     )
 
 
-def _newest(bucket: Store, generation: int) -> _Driver:
-    """Return the newest driver of the run, from the number `generation` on.
+def _newest_driver(bucket: Store, generation: int) -> _Driver:
+    """Return the newest driver of the run: the last in a row of numbers from `generation` on.
 
-    If that one has no heartbeat, it is silent; a driver 0 has ended, as no driver has begun.
+    A driver without a heartbeat is told as one that is silent. Number 0 stands for no driver, and
+    is told as one that has ended.
     """
 
     def read(number: int) -> DriverHeartbeat | None:
+        """Return the heartbeat of a driver; None if the number is not taken."""
         try:
             return bucket.read_message(f"driver/{number}.json", DriverHeartbeat)
         except Refused:
-            return DriverHeartbeat(count=0)  # the number is taken
+            return DriverHeartbeat(count=0)  # the number is taken, by whomever
 
     heartbeat = read(generation)
     if heartbeat is None:
@@ -342,18 +363,22 @@ class _Exchange:
     num_asked: int = 0  # requests that have been submitted
     num_read: int = 0  # responses that have been read
     heartbeat: LearnerHeartbeat | None = None  # the newest; None: no machine has the number
-    # The thread that writes the newest request, once earlier ones are written; None: no request.
+    # Of the thread that writes the newest request, once earlier ones are written; None: no request.
     writes: concurrent.futures.Future | None = None
-    # The thread that reads the heartbeat; None between two looks.
+    # Of the thread that reads the heartbeat; None between two looks.
     look: concurrent.futures.Future | None = None
     next_s: float = 0.0  # when to look at the heartbeat next or, during a look, when it began
     pause_s: float = store.FIRST_PAUSE_S  # between two looks
 
 
 class BucketTransport:
-    """The transport of a run whose learners join by themselves, through a bucket."""
+    """The transport of a run whose learners join by themselves, through a bucket.
 
-    launches = moves_states = False
+    `transport.Transport` describes the methods `put`, `start`, `submit`, `poll` and `kill`.
+    """
+
+    launches = False
+    moves_states = False
 
     def __init__(
         self,
@@ -376,12 +401,13 @@ class BucketTransport:
         self._spec = setup.spec
         self._owner = owner
         self._exchanges: dict[int, _Exchange] = {}  # by the learner's number
-        self._params: dict[Hashable, list[str]] = {}  # names in the bucket, by kind
+        # Names in the bucket of parameters, by their kind, the argument of `put`.
+        self._params: dict[Hashable, list[str]] = {}
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
         self._num_params = itertools.count()  # parameters that were stored
-        self._count = itertools.count(1)  # own signs of life
-        self._late_s = setup.settings.engine.heartbeat_s / SIGNS
-        self._sign_s = math.inf  # when the sign of life under way began
+        self._count = itertools.count(1)  # own heartbeats
+        self._late_s = setup.settings.engine.heartbeat_s / SIGNS  # a request that takes longer
+        self._sign_s = math.inf  # when the sign of life under way began; infinity: none is
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing = threading.Lock()  # held while a heartbeat is made and written
         self._is_closed = False
@@ -389,7 +415,10 @@ class BucketTransport:
         self._fault: BaseException | None = None  # an error of a thread
 
     def give_sign(self) -> None:
-        """Write the heartbeat, and `run.json` if it is gone; raise if another driver took over."""
+        """Write the heartbeat, and `run.json` if it is gone or damaged.
+
+        Raises ResourceError if `run.json` names a later driver, which has taken over.
+        """
         self._sign_s = time.monotonic()
         found = self._store.valid_message("run.json", RunDescription)
         if found is not None and found.id == self._run.id and found.driver > self._generation:
@@ -431,38 +460,45 @@ class BucketTransport:
         objects stay, as a late learner may still read the older one; others are deleted.
         """
         name = f"params/{self._generation}/{next(self._num_params)}.safetensors"
-        names = self._params.get(kind, [])
-        old = names[:-1]
-        self._params[kind] = [*names[-1:], name]
+        names = [*self._params.get(kind, []), name]
+        old = names[:-2]
+        self._params[kind] = names[-2:]
         data = store.pack(Format(), params)
 
         def write() -> None:
+            """Make place in the bucket, and write the parameters."""
             self._store.delete(*old)
             self._store.put(name, data)
 
         for each in old:
             self._writes.pop(each, None)
-        self._writes[name] = self._begin(write)
+        self._writes[name] = self._act_in_thread(write)
         return name, len(data)
 
-    def _begin(
-        self, write: Callable[[], None], *after: concurrent.futures.Future | None
+    def _act_in_thread(
+        self, act: Callable[[], None], *after: concurrent.futures.Future | None
     ) -> concurrent.futures.Future:
-        """Call a function in a thread, after other calls have ended; return its future.
+        """Call a function in a thread, after other calls have ended; return the call's future.
 
-        `after` are futures of the other calls, or None. `poll` raises the function's error.
+        `after` are futures of the other calls, or None. The function is not called if the transport
+        was closed meanwhile. `poll` raises its error.
         """
 
-        def act() -> None:
-            for each in filter(None, after):
-                each.result()
+        def wait_and_act() -> None:
+            """Wait for the other calls, and call the function."""
+            for future in after:
+                if future is not None:
+                    future.result()
             if not self._is_closed:
-                self.act(write)
+                self.act_and_keep_fault(act)
 
-        return store.in_thread(act)
+        return store.in_thread(wait_and_act)
 
-    def act(self, act: Callable[[], None]) -> None:
-        """Call a function in the present thread; `poll`, in the main thread, raises its error."""
+    def act_and_keep_fault(self, act: Callable[[], None]) -> None:
+        """Call a function here; if it raises an error, keep that for `poll`, which raises it.
+
+        `poll` runs in the main thread; this is for others.
+        """
         try:
             act()
         except Exception as error:  # deliberately broad: `poll` raises it
@@ -472,7 +508,7 @@ class BucketTransport:
         """Offer a place to machines that want to join; return its handle for calls."""
         handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
-        self._begin(self._write_heartbeat)
+        self._act_in_thread(self._write_heartbeat)
         return handle
 
     # `**arguments` are those of the method: fields of `RequestMessage`, and `inputs`.
@@ -483,7 +519,9 @@ class BucketTransport:
         """
         exchange = self._exchanges[handle.learner]
         if method == "ping":
-            count = 0 if exchange.heartbeat is None else exchange.heartbeat.count
+            count = 0
+            if exchange.heartbeat is not None:
+                count = exchange.heartbeat.count
             return RequestCall(method, handle.of(count)), 0
 
         exchange.num_asked += 1
@@ -496,19 +534,21 @@ class BucketTransport:
             for worker_id, state in inputs.inner_states.items():
                 packed[worker_id] = jax.device_get(pack_state(state, self._spec.outer.precision))
             inputs = inputs._replace(inner_states=packed)
-            arguments["states"] = [*packed]
+            arguments["states"] = [*packed]  # the workers' ids
         message = RequestMessage(id=call.id, **arguments)
-        call.form += [state_form(self._spec)] * len(message.wanted)
+        for _ in message.wanted:  # the keys of inner states, if the method is "states"
+            call.form.append(state_form(self._spec))
         data = store.pack(message, inputs)
 
         def write() -> None:
+            """Write the request, and tell the learner of it."""
             self._store.put(call.id.name("requests"), data)
             exchange.id = call.id
             self._write_heartbeat()
 
         # One learner's request does not wait for another's, but for its parameters.
         params = self._writes.get(message.params or "")
-        exchange.writes = self._begin(write, exchange.writes, params)
+        exchange.writes = self._act_in_thread(write, exchange.writes, params)
         return call, len(data)
 
     def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
@@ -522,8 +562,8 @@ class BucketTransport:
             if self._fault is not None and not processes.is_asked_to_stop():
                 raise self._fault
             for number in {call.id.learner for call in calls}:
-                self._look(self._exchanges[number])
-            replies = {call: self._reply(call) for call in calls}
+                self._look_for_heartbeat(self._exchanges[number])
+            replies = {call: self._reply_to(call) for call in calls}
             ended = {call: reply for call, reply in replies.items() if reply is not None}
             if ended or time.monotonic() >= until_s:
                 return ended
@@ -534,18 +574,23 @@ class BucketTransport:
     def _is_cut_off(self) -> bool:
         """Whether the link to the bucket seems not to work.
 
-        Writing a sign of life has taken long, or a look at a heartbeat has, and no other look has
-        returned since it began.
+        Either the sign of life under way takes longer than `_late_s`; or so does a look at a
+        learner's heartbeat, and no other look has returned since it began.
         """
-        late_s = time.monotonic() - self._late_s
-        late = [e for e in self._exchanges.values() if self._returned_s < e.next_s < late_s]
-        return self._sign_s < late_s or any(e.look and not e.look.done() for e in late)
+        late_since_s = time.monotonic() - self._late_s  # what began before takes too long
+        if self._sign_s < late_since_s:
+            return True
+        for exchange in self._exchanges.values():
+            is_under_way = exchange.look is not None and not exchange.look.done()
+            if is_under_way and self._returned_s < exchange.next_s < late_since_s:
+                return True
+        return False
 
-    def _look(self, exchange: _Exchange) -> None:
+    def _look_for_heartbeat(self, exchange: _Exchange) -> None:
         """Take the heartbeat of a learner if it has come, or request it if it is time.
 
-        The pauses between looks grow. They are short again once the learner has joined, or has
-        written a response.
+        A newer one is then in `exchange.heartbeat`. The pauses between looks grow. They are short
+        again once the learner has joined, or has written a response.
         """
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
@@ -566,8 +611,8 @@ class BucketTransport:
             if before is None or heartbeat.num_responses != before.num_responses:
                 exchange.pause_s = store.FIRST_PAUSE_S
             exchange.heartbeat = heartbeat
-            if before is None:
-                self._begin(self._write_heartbeat)
+            if before is None:  # the place is taken now: tell others
+                self._act_in_thread(self._write_heartbeat)
         exchange.next_s = time.monotonic() + exchange.pause_s
 
     def _read_heartbeat(self, name: str, is_free: bool) -> LearnerHeartbeat | None:
@@ -578,6 +623,7 @@ class BucketTransport:
         """
 
         def read() -> LearnerHeartbeat | None:
+            """Read it once."""
             return self._store.read_message(name, LearnerHeartbeat)
 
         try:
@@ -592,7 +638,7 @@ class BucketTransport:
                 self._cleared.add(name)
             return None
 
-    def _reply(self, call: RequestCall) -> Reply | None:
+    def _reply_to(self, call: RequestCall) -> Reply | None:
         """Return the reply to a call; None if it has not come yet.
 
         A response is read in a thread, which begins once the learner's heartbeat counts it.
@@ -602,22 +648,24 @@ class BucketTransport:
         if heartbeat is None:
             return None
         if call.what == "ping":
-            is_new = heartbeat.sign.has_left or heartbeat.count != call.id.request
-            if not is_new:
+            # The next heartbeat answers it. After the last one no other comes.
+            is_answer = heartbeat.sign.has_left or heartbeat.count != call.id.request
+            if not is_answer:
                 return None
             return Reply(heartbeat.sign.model_copy(update={"owner": self._owner(call.id)}))
         if call.response is not None and call.response.done():
             exchange.num_read = max(exchange.num_read, call.id.request)
             return call.response.result()
         if call.response is None and heartbeat.num_responses >= call.id.request:
-            call.response = store.in_thread(self._read, call)
+            call.response = store.in_thread(self._read_response, call)
         return None
 
-    def _read(self, call: RequestCall) -> Reply:
-        """Read the response to a call, and delete it with its request.
+    def _read_response(self, call: RequestCall) -> Reply:
+        """Read the response to a call, and delete it with its request; return it as a reply.
 
-        A response that is not what it should be is a reply of `Refused`, like a request that the
-        learner has refused.
+        The reply's value is `Refused` if the response is not what it should be or cannot be read,
+        or if the learner has refused the request. Its `error` says why the learner has ended, if it
+        has.
         """
         name = call.id.name("responses")
 
@@ -634,7 +682,7 @@ class BucketTransport:
             if message.refused:
                 fault = Refused(f"it refused the request: {said(message.error)}")
                 return Reply(fault, num_bytes=size)
-            if message.error:
+            if message.error:  # the learner ends after this
                 return Reply(value, error=said(message.error), num_bytes=size)
             if call.what == "states":
                 value = [unpack_state(state, self._spec) for state in value]
@@ -642,23 +690,27 @@ class BucketTransport:
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
-            self._begin(lambda: self._store.delete(call.id.name("requests"), name))
+            self._act_in_thread(lambda: self._store.delete(call.id.name("requests"), name))
 
     def kill(self, handle: RequestId) -> None:
-        """End the exchange with a learner, which leaves when it sees this."""
+        """End the exchange with a learner, and delete its objects.
+
+        The driver's heartbeat names the learner no more, so it leaves when it sees this.
+        """
         exchange = self._exchanges.pop(handle.learner)
         left = [handle.heartbeat_name()]  # names of objects to delete
         # Those of requests whose responses were read are deleted already.
         for request in range(exchange.num_read + 1, exchange.num_asked + 1):
             left.append(handle.of(request).name("requests"))
             left.append(handle.of(request).name("responses"))
-        self._begin(self._write_heartbeat)
-        self._begin(lambda: self._store.delete(*left), exchange.writes)
+        self._act_in_thread(self._write_heartbeat)
+        self._act_in_thread(lambda: self._store.delete(*left), exchange.writes)
 
     def close(self, *, is_over: bool) -> None:
         """Say on the heartbeat that the driver has ended, and delete its rounds.
 
-        After a signal it waits a few seconds for the bucket.
+        `is_over` says that the run is over, so learners need not wait for the next driver. After a
+        signal this waits only a few seconds for the bucket. Otherwise an error is raised here.
         """
 
         def end() -> None:
@@ -669,7 +721,7 @@ class BucketTransport:
         self._is_closed = True
         self._fault = None
         until_s = math.inf  # without a signal
-        ending = store.in_thread(self.act, end)
+        ending = store.in_thread(self.act_and_keep_fault, end)
         while not ending.done() and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
             if processes.is_asked_to_stop():
