@@ -46,7 +46,6 @@ from adloco_jax.run.attempts import (
 )
 from adloco_jax.run.before.assemble import Run, assemble
 from adloco_jax.run.before.checks import check_own, check_rules, own_model
-from adloco_jax.run.before.estimate import as_fits, base_dtype_is_open, base_dtype_line
 from adloco_jax.run.join import join as join_run
 from adloco_jax.run.kept.export import write_consensus
 from adloco_jax.run.kept.folder import exclusive, how_to_resume
@@ -123,9 +122,6 @@ def train(
 
     def put_together() -> Run:
         whole = completed(settings, folder, note=print)
-        if base_dtype_is_open(whole):
-            whole = as_fits(whole)
-            print(base_dtype_line(whole))
         return assemble(
             whole,
             here(),

@@ -20,8 +20,11 @@ from adloco_jax.cli import look
 from adloco_jax.config import completed, default_config, validate
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.elastic import child
+from adloco_jax.elastic.child import as_own_learner_fits
 from adloco_jax.engine import memory
 from adloco_jax.engine.evaluate import loss_key
+from adloco_jax.engine.fitting import base_dtype_line, fitting_choice
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Machine, here, num_bytes, num_values
@@ -31,8 +34,6 @@ from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
 from adloco_jax.row_batch import RowBatch
-from adloco_jax.run.before import estimate
-from adloco_jax.run.before.estimate import as_fits, base_dtype_line, fitting_choice
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
 PLAIN = Llama(**SIZES, vocab_size=257, max_length=32)
@@ -230,7 +231,7 @@ def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
     settings = completed(validate(config_of(folder, engine=engine)))
     small = machine_for_nf4(settings)
     monkeypatch.setattr(look, "here", lambda: small)
-    monkeypatch.setattr(estimate, "executed", [])  # other tests' configs may be gone
+    monkeypatch.setattr(child, "executed", [])  # other tests' configs may be gone
 
     def run_here(command, *, input, **how):
         assert command[1:] == ["-m", "adloco_jax.cli.look"]
@@ -239,17 +240,19 @@ def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
         return subprocess.CompletedProcess(command, code, capsys.readouterr().out)
 
     monkeypatch.setattr(subprocess, "run", run_here)
-    found = as_fits(settings)
+    found = as_own_learner_fits(settings)
     assert (found.model.base_dtype, found.model.remat) == ("nf4", False)
     with_remat = settings.model.model_copy(update={"remat": True})
-    assert as_fits(settings.model_copy(update={"model": with_remat})).model.remat is True
+    assert (
+        as_own_learner_fits(settings.model_copy(update={"model": with_remat})).model.remat is True
+    )
 
     def nothing_fits(settings, machine):
         raise ResourceError("no room")
 
     monkeypatch.setattr(look, "fitting_choice", nothing_fits)
     with pytest.raises(ResourceError, match=r"model\.base_dtype: .* set it \(no room\)"):
-        as_fits(settings)
+        as_own_learner_fits(settings)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import sys
 from adloco_jax.cli.names import add_entries
 from adloco_jax.config import completed, validate
 from adloco_jax.data.formats import with_tuples
+from adloco_jax.engine.fitting import fitting_choice
 from adloco_jax.engine.programs import use_compilation_cache
 from adloco_jax.engine.spec import here
 from adloco_jax.errors import UserError
-from adloco_jax.run.before.estimate import fitting_choice
 
 
 def main() -> int:

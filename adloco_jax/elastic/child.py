@@ -17,8 +17,10 @@ from adloco_jax.elastic.learner import LearnerSetup
 from adloco_jax.errors import ResourceError, end_process
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
+from adloco_jax.settings import Settings
 
 _COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]
+_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]
 _SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
 _PAUSE_S = 5.0  # before another is started
 _LAST_S = 10.0  # for a child to see that the run is over
@@ -120,3 +122,23 @@ def end_with_parent() -> None:
         os._exit(0)
 
     processes.start_thread(watch, name="the driver's end")
+
+
+def as_own_learner_fits(settings: Settings) -> Settings:
+    """Find `model.base_dtype`, and an unset `model.remat`, for the learner on this computer.
+
+    The learner has the accelerator here, not this process. So another process looks at it, and ends
+    before the learner starts. Raises ResourceError if nothing fits.
+    """
+    asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
+    done = subprocess.run(_LOOK, input=json.dumps(asked) + "\n", stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    last = lines[-1] if lines else ""  # JSON, or the error in words
+    if done.returncode != 0:
+        raise ResourceError(f"model.base_dtype: not found by what fits here; set it ({last})")
+    found = json.loads(last)
+    remat = settings.model.remat
+    if remat is None:
+        remat = found["remat"]
+    model = settings.model.model_copy(update={"base_dtype": found["base_dtype"], "remat": remat})
+    return settings.model_copy(update={"model": model})

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from adloco_jax.data import ArrayRows, load_corpus
 from adloco_jax.data.sampling import HeldOut, split_heldout, with_rows
+from adloco_jax.elastic.child import as_own_learner_fits
 from adloco_jax.elastic.transport import check_engine
+from adloco_jax.engine.fitting import base_dtype_is_open, base_dtype_line, fitting_choice
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.memory import require_room
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
@@ -68,7 +70,8 @@ def assemble(
       machine: The devices on which the programs run.
       workdir: The run's folder.
       trains: Whether the run goes on here. If so, its folder must be usable and its state fit in
-        memory, and a run that begins gets the weights of `model.init_from`.
+        memory, an unset `model.base_dtype` is found, and a run that begins gets the weights of
+        `model.init_from`.
       model: The model of the caller of `fit`; None: the one that the settings describe.
       corpus: The rows of the caller of `fit`; None: those that the settings describe.
       unit: Unit of the loss. None: nats/example for a classifier, nats/token if the corpus knows
@@ -84,6 +87,13 @@ def assemble(
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
         check_engine(settings, workdir)  # last, as it may ask a bucket or a relay
+        if base_dtype_is_open(settings):
+            if settings.engine.starts_learner:
+                settings = as_own_learner_fits(settings)
+            else:
+                settings, choice = fitting_choice(settings, machine)
+                choice.programs.close()
+            print(base_dtype_line(settings))
 
     by_fit = model is not None
     if model is None:

@@ -4,12 +4,9 @@ Every program is compiled, for devices here or those that a name describes; none
 """
 
 import contextlib
-import json
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,21 +17,19 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from adloco_jax.config import completed, executed, validate
+from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import with_rows
+from adloco_jax.engine.fitting import base_dtype_is_open, base_dtype_line, fitting_choice
 from adloco_jax.engine.memory import (
     Choice,
     Mode,
     NothingFits,
     Peak,
-    choose,
     largest_peak,
-    modes,
     program_peaks,
-    require_room,
 )
-from adloco_jax.engine.model import configured_model, program_spec, spec_of
+from adloco_jax.engine.model import spec_of
 from adloco_jax.engine.spec import (
     TAKEN,
     Compiled,
@@ -45,14 +40,14 @@ from adloco_jax.engine.spec import (
     here,
     num_values,
 )
-from adloco_jax.errors import ConfigError, ResourceError, UserError, counted, in_bytes
+from adloco_jax.errors import ConfigError, UserError, counted, in_bytes
 from adloco_jax.host import processes
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.configured import class_count
 from adloco_jax.run.before.checks import check_inputs
 from adloco_jax.run.before.describe import length_lines, plan_lines, run_header
 from adloco_jax.run.kept.folder import recorded
-from adloco_jax.settings import Config, Settings
+from adloco_jax.settings import Config
 
 
 def plan(
@@ -101,86 +96,6 @@ def plan(
     else:
         lines.append("not compiled: --memory does")
     return "\n".join([*notes, *lines, *(f"not checked: {line}" for line in unchecked)])
-
-
-def configured_choice(
-    settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
-) -> Choice:
-    """Choose how devices run workers, and the micro-batch, for the configured model (`choose`)."""
-    model = configured_model(settings, machine)
-    return choose(
-        program_spec(settings, model, machine),
-        model.loss_of,
-        settings.ensemble,
-        settings.batching,
-        settings.switch,
-        allowed=modes(settings.model.remat, machine.platform),
-        size=settings.batching.max_batch_size,
-        on_compile=on_compile,
-    )
-
-
-def fitting_choice(
-    settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
-) -> tuple[Settings, Choice]:
-    """Choose as `configured_choice` does; find `model.base_dtype` if it is unset.
-
-    It becomes bfloat16 if the run then fits, else nf4.
-    """
-    if not base_dtype_is_open(settings):
-        return settings, configured_choice(settings, machine, on_compile)
-    wide = _with_base_dtype(settings, "bfloat16")
-    narrow = _with_base_dtype(settings, "nf4")
-    try:
-        spec = program_spec(wide, configured_model(wide, machine), machine)
-        sizes = wide.ensemble.sizes(whole_pool=True)
-        require_room(spec, sizes, wide.batching.memory_frac)  # on a CPU nothing may be compiled
-        return wide, configured_choice(wide, machine, on_compile)
-    except ResourceError:
-        return narrow, configured_choice(narrow, machine, on_compile)
-
-
-def _with_base_dtype(settings: Settings, dtype: str) -> Settings:
-    model = settings.model.model_copy(update={"base_dtype": dtype})
-    return settings.model_copy(update={"model": model})
-
-
-def base_dtype_is_open(settings: Settings) -> bool:
-    """Whether `fitting_choice` is to find how frozen weights are held."""
-    return settings.adapter.rank > 0 and settings.model.base_dtype is None
-
-
-def as_fits(settings: Settings) -> Settings:
-    """Find an unset `model.base_dtype` for the devices that train.
-
-    A learner on this computer has its accelerator, not this process. So another process looks at
-    it, and ends before the learner starts. It finds `model.remat` for the learner, too.
-    """
-    if not settings.engine.starts_learner:
-        found, choice = fitting_choice(settings, here())
-        choice.programs.close()
-        return found
-    asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
-    done = subprocess.run(
-        [sys.executable, "-m", "adloco_jax.cli.look"],
-        input=json.dumps(asked) + "\n",
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    *_, last = ["", *done.stdout.splitlines()]
-    if done.returncode != 0:
-        raise ResourceError(f"model.base_dtype: not found by what fits here; set it ({last})")
-    found = json.loads(last)
-    remat = found["remat"] if settings.model.remat is None else settings.model.remat
-    update = {"base_dtype": found["base_dtype"], "remat": remat}
-    return settings.model_copy(update={"model": settings.model.model_copy(update=update)})
-
-
-def base_dtype_line(settings: Settings) -> str:
-    """Say which `model.base_dtype` was found."""
-    if settings.model.base_dtype == "nf4":
-        return "found: model.base_dtype=nf4, because bfloat16 does not fit by the plan"
-    return "found: model.base_dtype=bfloat16, which fits by the plan"
 
 
 def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], dict]:
