@@ -50,16 +50,6 @@ _FIRST_NOTE_S = 5.0  # until a line says how many documents have been read
 CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time
 
 
-def row_length(data: DataSettings, num_classes: int | None) -> int:
-    """Return the number of integers in the longest row, with L = `data.sequence_length`.
-
-    A row of text has L + 1 tokens; a labelled one (with `num_classes`) has two integers, its class
-    and its number of tokens, before at most L tokens.
-    """
-    fields = 1 if num_classes is None else NUM_FIELDS
-    return data.sequence_length + fields
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The description of a preparation of rows: the text, the tokenizer and the settings.

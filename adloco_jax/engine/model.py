@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import LossFn
-from adloco_jax.data.rows import row_length
+from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.memory import Mode, model_shards
 from adloco_jax.engine.optimizers import (
     Labeller,
@@ -259,7 +259,9 @@ def program_spec(
     loss_fn = model.loss_of(mode, "xla")  # `on_devices` chooses the kernel below
     _require_no_key(model.eval_loss_fn or loss_fn)
 
-    longest = row_length(data, model.num_classes)
+    longest = data.sequence_length + 1  # integers of the longest row
+    if model.num_classes is not None:  # its class and its number of tokens, before at most L tokens
+        longest = data.sequence_length + NUM_FIELDS
     unused = 0  # integers by which all rows are shorter than the settings allow
     if found_length is not None:
         unused = longest - found_length
