@@ -149,14 +149,17 @@ def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> lis
     if len(sizes) == 1 or spec.machine.num_processes > 1 or num_shares < len(sizes):
         return [_group(control, chosen)]
 
-    members = [[m for m in chosen if num_workers[m] == size] for size in sizes]
-    group_workers = [size * len(ids) for size, ids in zip(sizes, members, strict=True)]
-    shares = allocate_workers(group_workers, num_shares)
+    members_of_groups = [[m for m in chosen if num_workers[m] == size] for size in sizes]
+    workers_of_groups = []
+    for size, members in zip(sizes, members_of_groups, strict=True):
+        workers_of_groups.append(size * len(members))
+    # Devices are divided over groups by the rule that divides workers over trainers.
+    shares = allocate_workers(workers_of_groups, num_shares)
     groups = []
     first_share = 0
-    for ids, share in zip(members, shares, strict=True):
+    for members, share in zip(members_of_groups, shares, strict=True):
         devices = (first_share * model_shards, share * model_shards)
-        groups.append(_group(control, ids, devices))
+        groups.append(_group(control, members, devices))
         first_share += share
     return groups
 
@@ -164,9 +167,10 @@ def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> lis
 def _group(
     control: Control, trainers: Iterable[int], devices: tuple[int, int] | None = None
 ) -> Group:
-    """Make a group of trainers, without a plan."""
+    """Make a group of trainers (ids), without a plan; `devices` is as in `Group`."""
     chosen = tuple(trainers)
-    return Group(chosen, tuple(len(control.trainers[m].streams) for m in chosen), devices)
+    sizes = tuple(len(control.trainers[m].streams) for m in chosen)
+    return Group(chosen, sizes, devices)
 
 
 def group_trainers(
@@ -184,37 +188,51 @@ def group_trainers(
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], batching: BatchingSettings, spec: ProgramSpec
 ) -> list[ProgramKey]:
-    """List the keys of the programs that a round may call, in the order of their first calls."""
+    """List the keys of the programs that a round may call, in the order of their first calls.
+
+    `plans` has the sizes of the round by trainer id, for the trainers that run.
+    """
+    is_streaming = spec.outer.own_params  # workers keep their own parameters between rounds
     keys: list[ProgramKey] = []
     if measures_gradients(batching):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
     for group in group_trainers(control, plans, spec):
         steps = group.steps_key()
-        if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
+        if needs_start(spec, steps):
             keys.append(group.key("start", accumulates=steps.accumulates))
-        if not spec.outer.own_params:
+        if is_streaming:
+            # "fragment" runs the last call before each synchronisation, "steps" those before it.
+            if group.plan.num_micro_batches > spec.steps_per_round:
+                keys.append(steps)
+            keys.append(steps._replace(kind="fragment", sizes=group.sizes))
+        else:
             keys += [steps, group.key("outer")]
-            continue
-        if group.plan.num_micro_batches > spec.steps_per_round:
-            keys.append(steps)
-        keys.append(steps._replace(kind="fragment", sizes=group.sizes))
     return list(dict.fromkeys(keys))
+
+
+def needs_start(spec: ProgramSpec, steps: ProgramKey) -> bool:
+    """Whether a round with the inner steps `steps` begins with the program "start".
+
+    Otherwise the workers of Streaming DiLoCo go on with the parameters and states that they have.
+    """
+    return not spec.outer.own_params or steps.accumulates or spec.reset_inner_state
 
 
 def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> list[ProgramKey]:
     """List the keys of the programs that the next two rounds may call.
 
-    If measured gradients grow the batch, the later round is listed for the fastest growth and for
-    none. Merges are predicted as in `foreseen`.
+    `control` is the host's data before the first of them. If measured gradients grow the batch, the
+    second round is listed for the fastest growth and for none. Merges are predicted as in
+    `foreseen`.
     """
-    batching, merge, ensemble = settings.batching, settings.merge, settings.ensemble
+    batching = settings.batching
     keys = round_keys(control, round_plans(control, settings), batching, spec)
     later = dataclasses.replace(control, round=control.round + 1)
     done = settings.share_done(later.round, later.tokens_total)
     if measures_gradients(batching) and done < 1:
         for growth in (batching.max_growth, 1):
-            grown = with_growth(later, growth, ensemble, batching, settings.inner)
-            ahead = foreseen(grown, merge, ensemble, done)
+            grown = with_growth(later, growth, settings.ensemble, batching, settings.inner)
+            ahead = foreseen(grown, settings.merge, settings.ensemble, done)
             keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
     return list(dict.fromkeys(keys))
 
@@ -222,20 +240,27 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
 def foreseen(
     control: Control, merge: MergeSettings, ensemble: EnsembleSettings, done: float
 ) -> Control:
-    """Predict the control at the start of the next round, as if all guard losses were equal.
+    """Predict the host's data at the start of the next round: after a merge and joining workers.
 
-    `done` is the fraction of the run that is done.
+    `control` is the data at the end of a round, and `done` the fraction of the run that is
+    complete. Held-out losses are not known, so the members of a merge are chosen as if all losses
+    were equal, and no merge is refused.
     """
     if merge_due(control, merge, done):
-        members = choose_members(control, dict.fromkeys(control.trainers, 0.0), merge)
-        control = after_merge(control, members) if members else control
+        equal_losses = dict.fromkeys(control.trainers, 0.0)
+        members = choose_members(control, equal_losses, merge)
+        if members:
+            control = after_merge(control, members)
     for trainer, num_workers in joining_workers(control, ensemble, done):
         control = with_workers(control, trainer, num_workers)
     return control
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """Collect what determines a round's inputs; if changed, those made ahead are not used."""
+    """Collect what determines a round's inputs, to compare it with what they were made for.
+
+    Inputs are made ahead. If the result has changed until the round begins, they are not used.
+    """
     return control.round, control.reads(), dict(plans)
 
 
@@ -246,46 +271,64 @@ def make_round_inputs(
     spec: ProgramSpec,
     rows: Rows,
 ) -> RoundInputs:
-    """Read every worker's next sequences, and send them to the devices."""
+    """Read every worker's next sequences, and send them to the devices.
+
+    Args:
+      control: The host's data before the round.
+      plans: By trainer id, the sizes of the round, for the trainers that run.
+      settings: The settings of the run.
+      spec: Says which devices there are, and how rows look.
+      rows: The data.
+    """
     groups = group_trainers(control, plans, spec)
-    round_tokens = spec.sequence_length * sum(
-        group.plan.num_sequences * sum(group.sizes) for group in groups
-    )
-    num_tested = {  # sequences of each worker that the batch-size test measures
-        m: test_count(plan, control.size(m).num_workers, settings.batching)
-        for m, plan in plans.items()
-    }
-    tested = [g for g in classes(control, plans, spec) if any(num_tested[m] for m in g.trainers)]
-    tested_here = set()  # workers that are measured on devices of this process
-    for group in tested:
+
+    # Which sequences the batch-size test measures: each worker's first ones. All trainers with
+    # equally many workers are measured together, even if their plans differ.
+    num_tested = {}  # by trainer id: the number of each worker's sequences that are measured
+    for m, plan in plans.items():
+        num_tested[m] = test_count(plan, control.size(m).num_workers, settings.batching)
+    tested_groups = []
+    for group in classes(control, plans, spec):
+        if any(num_tested[m] for m in group.trainers):
+            tested_groups.append(group)
+    # The workers that are measured on devices of this process, by `Control.reads`.
+    tested_here: set[tuple[int, int, int]] = set()
+    for group in tested_groups:
         workers_at = placement(spec, group.layout).workers
         reads = control.reads(group.trainers)
-        for index in _here(workers_at, (sum(group.sizes),), 0):
-            tested_here.add(reads[index])
+        for worker in _here(workers_at, (sum(group.sizes),), 0):
+            tested_here.add(reads[worker])
 
-    rates = {
-        m: learning_rates(control, m, plan, settings, round_tokens=round_tokens)
-        for m, plan in plans.items()
-    }
+    # The learning rates depend on the tokens of all trainers together.
+    round_tokens = 0
+    for group in groups:
+        num_workers = sum(group.sizes)
+        round_tokens += group.plan.num_sequences * num_workers * spec.sequence_length
+    rates = {}  # by trainer id: float32 [T]
+    for m, plan in plans.items():
+        rates[m] = learning_rates(control, m, plan, settings, round_tokens=round_tokens)
+
+    # The arguments of the inner steps.
     calls: list[list[Call]] = []
-    beginnings: dict[tuple[int, int, int], PyTree] = {}  # each worker's sequences to measure
+    first_rows: dict[tuple[int, int, int], PyTree] = {}  # those that are measured, by worker
     for group in groups:
         reads = control.reads(group.trainers)
         rows_TRB = _sequences(reads, group, spec, rows, tested_here)
-        for index, read in enumerate(reads):
+        for worker, read in enumerate(reads):
             trainer, _, _ = read
-            beginnings[read] = _first_rows(rows_TRB, index, num_tested[trainer])
-        rate_TR = np.repeat([rates[m] for m in group.trainers], group.sizes, axis=0).T
+            first_rows[read] = _first_rows(rows_TRB, worker, num_tested[trainer])
+        rate_MT = [rates[m] for m in group.trainers]
+        rate_TR = np.repeat(rate_MT, group.sizes, axis=0).T
         calls.append(calls_of(group, rows_TRB, rate_TR, np.array(reads, np.int32), spec))
-    stats_rows = [
-        padded_stats_rows(
-            group,
-            [beginnings[read] for read in control.reads(group.trainers)],
-            np.repeat(np.array([num_tested[m] for m in group.trainers], np.int32), group.sizes),
-            spec,
-        )
-        for group in tested
-    ]
+
+    # The arguments of the measurements.
+    stats_rows = []
+    for group in tested_groups:
+        first_rows_R = [first_rows[read] for read in control.reads(group.trainers)]
+        count_M = np.array([num_tested[m] for m in group.trainers], np.int32)
+        count_R = np.repeat(count_M, group.sizes)
+        stats_rows.append(padded_stats_rows(group, first_rows_R, count_R, spec))
+
     lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
     return RoundInputs(groups, calls, stats_rows, lines)
 
@@ -299,7 +342,15 @@ def calls_of(
 ) -> list[Call]:
     """Divide a group's round into calls of the program `steps`; send the rows to the devices.
 
-    `reads_R3` has each worker's trainer id, its stream, and the position of its first row there.
+    Args:
+      group: The trainers, with the plan of their round.
+      rows_TRB: The rows of the whole round, on the host: leaves [T, R, B, L + 1].
+      rate_TR: The learning rates of the whole round.
+      reads_R3: Each worker's trainer id, its stream, and the position of its first row there.
+      spec: Says how many micro-batches a call has, and whether workers run in turn.
+
+    Returns:
+      All calls of the workers that run first, then those of the next.
     """
     size = group.plan.micro_batch_size
     key = group.steps_key()
@@ -308,16 +359,19 @@ def calls_of(
     calls = []
     for workers, position in _positions(group, num_sequential(spec, key.layout)):
         for first in range(0, group.plan.num_micro_batches, spec.num_micro_batches):
-            part = slice(first, first + spec.num_micro_batches)
+            part = slice(first, first + spec.num_micro_batches)  # the micro-batches of this call
+            update_T = None
+            if key.accumulates:
+                update_T = flag_T[part]
             stream_R3 = None
             if spec.key_seed is not None:
-                read_before = np.array([0, 0, first * size], np.int32)  # sequences of each worker
-                stream_R3 = reads_R3[workers] + read_before
+                # Each worker has read `first * size` rows before; ids and streams stay.
+                stream_R3 = reads_R3[workers] + np.array([0, 0, first * size], np.int32)
             calls.append(
                 Call(
                     rows_TRB=_sent(_part(rows_TRB, part, workers), tokens_at),
                     rate_TR=rate_TR[part, workers],
-                    update_T=flag_T[part] if key.accumulates else None,
+                    update_T=update_T,
                     stream_R3=stream_R3,
                     position=position,
                 )
@@ -326,18 +380,22 @@ def calls_of(
 
 
 def padded_stats_rows(
-    group: Group, beginnings_R: Sequence[PyTree], count_R: np.ndarray, spec: ProgramSpec
+    group: Group, first_rows_R: Sequence[PyTree], count_R: np.ndarray, spec: ProgramSpec
 ) -> StatsRows:
-    """Send the first `count_R` rows of each worker, padded, to the devices."""
+    """Send the rows that a batch-size test measures to the devices.
+
+    They are the first `count_R[r]` of the rows `first_rows_R[r]` (leaves [B, L + 1]) of worker r.
+    All workers' rows are padded with zeros to `spec.max_test_sequences`.
+    """
     test_RB = _zero_rows(spec, (len(count_R), spec.max_test_sequences))
-    for worker, (rows_B, count) in enumerate(zip(beginnings_R, count_R, strict=True)):
+    for worker, (rows_B, count) in enumerate(zip(first_rows_R, count_R, strict=True)):
         for test_RBL, rows_BL in _pairs(test_RB, rows_B):
             test_RBL[worker, :count] = rows_BL[:count]
     return StatsRows(group, _sent(test_RB, placement(spec, group.layout).workers), count_R)
 
 
 def _zero_rows(spec: ProgramSpec, shape: tuple[int, ...]) -> PyTree:
-    """Make room for rows as the run's model reads them: leaves [*shape, L + 1]."""
+    """Make arrays of zeros for rows as the run's model reads them: leaves [*shape, L + 1]."""
     return jax.tree.map(lambda leaf: np.zeros((*shape, *leaf.shape), leaf.dtype), spec.row)
 
 
@@ -352,6 +410,7 @@ def _sent(rows: PyTree, to: NamedSharding) -> PyTree:
 
 
 def _part(rows_TRB: PyTree, micro_batches: slice, workers: np.ndarray) -> PyTree:
+    """Take some micro-batches of some workers (positions in R) out of rows on the host."""
     return jax.tree.map(lambda leaf_TRBL: leaf_TRBL[micro_batches, workers], rows_TRB)
 
 
@@ -365,20 +424,28 @@ def _first_rows(rows_TRB: PyTree, worker: int, count: int) -> PyTree:
 def _positions(group: Group, num_turns: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
     """List, for each turn, the workers that run in it and their position on their devices.
 
-    A device has `num_turns` adjacent workers, and runs one in each turn. If all run at once, they
-    have no position.
+    A device has `num_turns` adjacent workers, and runs one in each turn. Workers are positions in
+    R. The position on the device is in a tuple of one int32 [], to be appended to a program's
+    arguments. If all run at once, this tuple is empty.
     """
     workers = np.arange(sum(group.sizes))
     if num_turns == 1:
         return [(workers, ())]
-    return [(workers[turn::num_turns], (np.array(turn, np.int32),)) for turn in range(num_turns)]
+    turns = []
+    for turn in range(num_turns):
+        workers_of_turn = workers[turn::num_turns]  # one of each device
+        turns.append((workers_of_turn, (np.array(turn, np.int32),)))
+    return turns
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
-    """Find the indices along an axis of an array whose entries are on devices of this process."""
+    """Find the indices along an axis of an array whose entries are on devices of this process.
+
+    `sharding` and `shape` are the array's.
+    """
     found: set[int] = set()
     for slices in sharding.addressable_devices_indices_map(shape).values():
-        if slices is not None:
+        if slices is not None:  # the device has a part: a slice along each axis
             found.update(range(shape[axis])[slices[axis]])
     return found
 
@@ -390,16 +457,30 @@ def _sequences(
     rows: Rows,
     tested_here: Set[tuple[int, int, int]],
 ) -> PyTree:
-    """Read the rows that a group's workers train on in a round: leaves [T, R, B, L + 1]."""
-    num_micro_batches, size = group.plan.num_micro_batches, group.plan.micro_batch_size
+    """Read the rows that a group's workers train on in a round: leaves [T, R, B, L + 1].
+
+    Args:
+      reads: Where each of the group's workers reads next (`Control.reads`).
+      group: The trainers, with the plan of their round.
+      spec: Says which devices there are, and how rows look.
+      rows: The data.
+      tested_here: The entries of `reads` of the workers that are measured in this process.
+
+    Returns:
+      The rows, on the host. Those of workers that this process neither trains nor measures are
+      zeros.
+    """
+    num_micro_batches = group.plan.num_micro_batches
+    size = group.plan.micro_batch_size
     shape = (num_micro_batches, len(reads), size)
     rows_TRB = _zero_rows(spec, shape)
     tokens_at = placement(spec, group.steps_key().layout).tokens_TRBL(size)
     trained_here = _here(tokens_at, shape, 1)
-    for index, read in enumerate(reads):
-        if index not in trained_here and read not in tested_here:
+    for worker, read in enumerate(reads):
+        if worker not in trained_here and read not in tested_here:
             continue
-        taken = rows.batch(*read, num_micro_batches * size)
-        for leaf_TRBL, rows_BL in _pairs(rows_TRB, taken):
-            leaf_TRBL[:, index] = rows_BL.reshape(num_micro_batches, size, -1)
+        trainer, stream, start = read
+        rows_B = rows.batch(trainer, stream, start, num_micro_batches * size)
+        for leaf_TRBL, rows_BL in _pairs(rows_TRB, rows_B):
+            leaf_TRBL[:, worker] = rows_BL.reshape(num_micro_batches, size, -1)
     return rows_TRB

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble, GradientStats, Workers
-from adloco_jax.engine.inputs import Call, Group, StatsRows
+from adloco_jax.engine.inputs import Call, Group, StatsRows, needs_start
 from adloco_jax.engine.programs import Programs
 
 _MOST_MEANS = 10  # mean losses of a round that are written, unless the settings say how many
@@ -33,21 +33,29 @@ class Outcome(NamedTuple):
         return float(np.mean(made)) if made.size else math.nan
 
     def losses(self, every: int | None) -> list[tuple[int, float]]:
-        """List update counts and mean losses, after each `every` updates; None: at most ten."""
+        """List the mean losses of parts of the round, each after how many updates it ended.
+
+        A part has `every` updates; None: as many as give at most ten parts. A mean is over all
+        workers; it is NaN if all updates of the part were skipped.
+        """
         num_updates = len(self.loss_SR)
-        made_SR = np.isfinite(self.loss_SR)  # updates that were not skipped
         if every is None:
             every = math.ceil(num_updates / _MOST_MEANS)
-        starts = np.arange(0, num_updates, every)
-        sums = np.add.reduceat(np.where(made_SR, self.loss_SR, 0.0).sum(axis=1), starts)
-        counts = np.add.reduceat(made_SR.sum(axis=1), starts)
-        means = np.where(counts, sums / np.maximum(counts, 1), np.nan)
-        ends = [*starts[1:].tolist(), num_updates]
-        return list(zip(ends, means.tolist(), strict=True))
+        losses = []
+        for start in range(0, num_updates, every):
+            end = min(start + every, num_updates)
+            part_SR = self.loss_SR[start:end]
+            made = part_SR[np.isfinite(part_SR)]  # losses of updates that were not skipped
+            losses.append((end, float(np.mean(made)) if made.size else math.nan))
+        return losses
 
 
 def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientStats:
-    """Start to measure gradient statistics of a group's workers, at their trainers' parameters."""
+    """Start to measure gradient statistics of a group's workers, at their trainers' parameters.
+
+    `params_M` are the parameters of the group's trainers. Returns statistics with fields [R], which
+    may still be computed.
+    """
     return programs.call(test.group.key("stats"), params_M, test.rows_RB, test.count_R)
 
 
@@ -76,29 +84,31 @@ def inner_round(
       Streaming DiLoCo.
     """
     spec = programs.spec
+    is_streaming = spec.outer.own_params
     steps = group.steps_key()
-    workers = Workers(sub.params_R, sub.inner_state_R)
+    inner_state_R = sub.inner_state_R
+    workers = Workers(sub.params_R, inner_state_R)
     sub = sub.replace(params_R=None, inner_state_R=None)
-    if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
+    if needs_start(spec, steps):
+        # The program takes only the parameters from which the workers start.
         bare = sub.replace(outer_state_M=None, round=None, average_M=None)
-        if spec.outer.own_params:
+        if is_streaming:
             bare = bare.replace(params_M=None, params_R=workers.params_R)
         start = group.key("start", accumulates=steps.accumulates)
-        inner_state_R = workers.inner_state_R
         workers = programs.call(start, bare)
         if not spec.reset_inner_state:
             workers = workers.replace(inner_state_R=inner_state_R)
 
     measured = []
     norms = []
-    num_calls = len(calls) // spec.outer.fragments  # calls between two synchronisations
-    for i, call in enumerate(calls):
+    calls_per_fragment = len(calls) // spec.outer.fragments
+    for number, call in enumerate(calls, start=1):
         inputs = (call.rows_TRB, call.rate_TR, call.update_T, call.stream_R3)
-        num_fragments, rest = divmod(i + 1, num_calls)  # fragments that end with this call
-        if spec.outer.own_params and rest == 0:
+        if is_streaming and number % calls_per_fragment == 0:  # a fragment ends with this call
             key = steps._replace(kind="fragment", sizes=group.sizes)
+            fragment = np.int32(number // calls_per_fragment - 1)
             sub, workers, (loss_TR, skipped_TR), norm_M = programs.call(
-                key, sub, workers, *inputs, np.int32(num_fragments - 1)
+                key, sub, workers, *inputs, fragment
             )
             norms.append(norm_M)
         else:
@@ -119,10 +129,11 @@ def by_update(
     losses, skips = zip(*jax.device_get(measured), strict=True)
     loss_TR = _by_worker(group, losses)
     skipped_TR = _by_worker(group, skips)
-    accum = group.plan.num_accum_steps
-    loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
-    skipped_SR = skipped_TR[accum - 1 :: accum]
-    return np.where(skipped_SR, np.nan, loss_SAR.sum(axis=1) / np.float64(accum)), skipped_SR
+    num_A = group.plan.num_accum_steps
+    loss_SAR = loss_TR.reshape(-1, num_A, loss_TR.shape[1])
+    mean_loss_SR = loss_SAR.sum(axis=1) / np.float64(num_A)
+    skipped_SR = skipped_TR[num_A - 1 :: num_A]  # of each update's last micro-batch
+    return np.where(skipped_SR, np.nan, mean_loss_SR), skipped_SR
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
