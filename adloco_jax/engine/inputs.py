@@ -431,7 +431,7 @@ def _positions(group: Group, num_turns: int) -> list[tuple[np.ndarray, tuple[np.
     workers = np.arange(sum(group.sizes))
     if num_turns == 1:
         return [(workers, ())]
-    turns = []
+    turns: list[tuple[np.ndarray, tuple[np.ndarray, ...]]] = []
     for turn in range(num_turns):
         workers_of_turn = workers[turn::num_turns]  # one of each device
         turns.append((workers_of_turn, (np.array(turn, np.int32),)))

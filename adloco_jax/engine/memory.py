@@ -51,7 +51,7 @@ class Mode(NamedTuple):
 MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, True))
 
 
-# The ensemble's fields that each kind of program takes; the others stay on the device, unused.
+# The ensemble's fields that each kind of program takes; the others stay on the devices, unused.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -88,7 +88,10 @@ class Choice(NamedTuple):
 
     programs: Programs
     max_batch_size: int  # sequences of a micro-batch
-    peaks: dict[str, Peak]  # memory of each program that was compiled for it, by name
+    # Memory of each program that was compiled to choose, by name. On a GPU or TPU these are the
+    # programs for `max_batch_size`. On a CPU they may be those of the first round only, which has a
+    # smaller micro-batch, or none; `program_peaks` measures the others.
+    peaks: dict[str, Peak]
 
 
 def modes(remat: bool | None, platform: str) -> list[Mode]:
@@ -119,24 +122,40 @@ def choose(
 ) -> Choice:
     """Choose the mode of a run and the largest micro-batch, by compiling its programs.
 
-    The first of the `allowed` modes that fits the largest candidate, or `STEP_TOKENS` tokens at a
-    time (which keep a device busy); else the one with the most tokens; on a CPU the first that
-    fits, by the programs of the first round if it has room to spare. `size` is a micro-batch that
-    is already known; on a CPU nothing is then compiled. Raises NothingFits.
+    It is the first of the allowed modes that fits the largest candidate, or `STEP_TOKENS` tokens at
+    a time, which keep a device busy. If there is none, it is the mode with the most tokens at a
+    time. On a CPU it is the first that fits.
+
+    Args:
+      spec: What the run's programs share, in any mode.
+      loss_of: Returns the loss for a mode and the kernel of attention.
+      ensemble: The number of workers, of which all that may ever join are counted.
+      batching: The candidates (`buckets`), the batch-size test, and the share of memory to use.
+      switch: Says whether gradients may be accumulated.
+      allowed: The modes to try, the preferred first.
+      size: A micro-batch that is already known. On a CPU nothing is then compiled, and whether it
+        fits is not checked. None: the candidates from `initial_batch_size` on are tried.
+      on_compile: Called around each compilation.
+
+    Raises:
+      NothingFits: If the least candidate fits in no mode.
     """
-    platform = spec.machine.platform
-    sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
-    sizes = sizes if size is None else [size]
+    is_cpu = spec.machine.platform == "cpu"
+    if size is None:
+        sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
+    else:
+        sizes = [size]
     if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
         sizes = [n for n in sizes if n <= max(spec.examples_per_pass, sizes[0])]
-    fits: list[tuple[float, Choice]] = []
+
+    fits: list[tuple[float, Choice]] = []  # with the tokens at a time; infinite if these suffice
     for mode in allowed:
         loss_fn = loss_of(mode, spec.attention)
-        chosen = dataclasses.replace(
+        mode_spec = dataclasses.replace(
             spec, loss_fn=loss_fn, sequential=mode.sequential, remat=mode.remat
         )
-        programs = Programs(chosen, on_compile)
-        if platform == "cpu" and size is not None:
+        programs = Programs(mode_spec, on_compile)
+        if is_cpu and size is not None:
             return Choice(programs, size, {})
         try:
             choice = _largest_fitting(programs, sizes, ensemble, batching, switch)
@@ -146,12 +165,13 @@ def choose(
                 raise
             continue
         largest = choice.max_batch_size
-        tokens = largest * tokens_of_a_row(chosen, ensemble.sizes(whole_pool=True))
-        is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu"
+        tokens = largest * tokens_of_a_row(mode_spec, ensemble.sizes(whole_pool=True))
+        is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or is_cpu
         fits.append((math.inf if is_enough else tokens, choice))
         if is_enough:
             break
-    _, best = max(fits, key=lambda each: each[0])
+
+    _, best = max(fits, key=lambda pair: pair[0])  # of equal ones the first, the preferred
     for _, choice in fits:
         if choice is not best:
             choice.programs.close()
@@ -159,10 +179,15 @@ def choose(
 
 
 def tokens_of_a_row(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
-    """Tokens on a device at a time, one sequence per worker; `sizes`: workers of each trainer."""
+    """Count the tokens on a device at a time if each worker has a micro-batch of one sequence.
+
+    `sizes` has the number of each trainer's workers.
+    """
+    if spec.sequential:
+        return spec.sequence_length
     mesh = placement(spec, Layout(sizes)).mesh.shape
-    at_once = sum(sizes) // (mesh["trainer"] * mesh["worker"])
-    return spec.sequence_length * (1 if spec.sequential else at_once)
+    workers_of_a_device = sum(sizes) // (mesh["trainer"] * mesh["worker"])
+    return spec.sequence_length * workers_of_a_device
 
 
 def _largest_fitting(
@@ -232,7 +257,10 @@ def _largest_fitting(
 
 
 def largest_peak(peaks: Mapping[str, Peak]) -> int:
-    """Return the most bytes of a device that are in use while one of the programs runs."""
+    """Return the most bytes of a device that are in use while one of the programs runs; 0 if none.
+
+    `peaks` has the memory of each program.
+    """
     return max((peak.total for peak in peaks.values()), default=0)
 
 
@@ -275,7 +303,10 @@ def first_keys(
 
 
 def accumulates(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
-    """Whether a trainer may later accumulate gradients over several micro-batches of this size."""
+    """Whether a trainer may later accumulate gradients over several micro-batches of this size.
+
+    It does once it requests a batch above `size`, unless such batches are clipped.
+    """
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and switch.mode != "clip"
 
@@ -286,18 +317,24 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     `sizes` has the number of each trainer's workers. The arrays of all of them are on the devices,
     whether the program takes them or not.
     """
-    state = ensemble_spec(programs.spec, Layout(sizes))
-    taken = dict.fromkeys(_TAKES[key.kind])
     try:
         needed = needed_bytes(programs[key])
-    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses a program too large
+    except jax.errors.JaxRuntimeError as error:
+        # A TPU's compiler refuses a program that is too large, and states its size in MiB or GiB.
         stated = re.search(r"Used ([\d.]+)([MG]) of", str(error))
         if stated is None:
             raise
-        needed = int(float(stated[1]) * 2 ** {"M": 20, "G": 30}[stated[2]])
-    is_beside = key.kind in ("start", "outer", "flush")  # the others take the frozen weights
-    base = base_spec(programs.spec, key.layout) if is_beside else None
-    return Peak(needed, bytes_here((state.replace(**taken), base)))
+        number, unit = stated.groups()
+        needed = int(float(number) * {"M": 2**20, "G": 2**30}[unit])
+
+    # The state beside the program: the ensemble's fields that it does not take, and the frozen
+    # weights, unless it computes losses.
+    ensemble = ensemble_spec(programs.spec, Layout(sizes))
+    taken = dict.fromkeys(_TAKES[key.kind])  # these fields are set to None
+    beside = [ensemble.replace(**taken)]
+    if key.kind in ("start", "outer", "flush"):
+        beside.append(base_spec(programs.spec, key.layout))
+    return Peak(needed, bytes_here(beside))
 
 
 def model_shards(
@@ -311,8 +348,11 @@ def model_shards(
 
     That is `given`, the setting `ensemble.model_shards`, if it is not None. Otherwise it is the
     least divisor of the number of devices with which the run's state fits in `memory_frac` of each
-    device: ensemble, workers' parameters and gradient sums, without activations. If the state fits
-    with none, the number of all devices is returned. `sizes` has each trainer's workers.
+    device: ensemble, workers' parameters and gradient sums, without activations. `sizes` has each
+    trainer's workers.
+
+    If the state fits with no divisor, the number of all devices is returned; the run is then
+    refused by `require_room` or `choose`, or by a learner that has compiled a round's programs.
 
     Raises ConfigError if `given` does not divide the number of devices.
     """
@@ -333,28 +373,41 @@ def model_shards(
 
 
 def require_room(spec: ProgramSpec, sizes: tuple[int, ...], memory_frac: float | None) -> None:
-    """Raise ResourceError if a run's state and gradients need more memory than a device has."""
-    machine, needed = spec.machine, state_bytes(spec, sizes)
-    if needed > machine.budget(memory_frac):
+    """Raise ResourceError if a run's state and gradients need more memory than a run may use.
+
+    `sizes` has the number of each trainer's workers; `memory_frac` is the setting of a run's share
+    of a device's memory. Nothing is compiled, so a run may still turn out not to fit.
+    """
+    machine = spec.machine
+    needed = state_bytes(spec, sizes)
+    budget = machine.budget(memory_frac)
+    if needed > budget:
         raise ResourceError(
             f"memory: {counted(len(sizes), 'trainer')} with {counted(sum(sizes), 'worker')} of"
             f" {spec.num_params:,} parameters need at least {in_bytes(needed)} on each device for"
-            f" state and gradients, have {in_bytes(machine.budget(memory_frac))} of"
+            f" state and gradients, have {in_bytes(budget)} of"
             f" {in_bytes(machine.device_bytes)} (batching.memory_frac); adloco train quickstart"
             " fits here, and adloco plan CONFIG --device shows what a GPU would hold"
         )
 
 
 def state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
-    """Bytes of a run's state and gradient sums on a device, run in the way that needs the least."""
+    """Bytes of a run's state and gradient sums on a device whose workers run one after another.
+
+    That needs the least memory. `sizes` has the number of each trainer's workers.
+    """
     in_turn = dataclasses.replace(spec, sequential=True)
     return held_bytes(in_turn, sizes, accumulates=True)
 
 
 def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """A lower bound of a run's bytes on a device, without activations and without compiling."""
+    """A lower bound of a run's bytes on a device, without activations and without compiling.
+
+    It counts what the device always holds, and the gradient of one worker.
+    """
     held = held_bytes(spec, sizes, accumulates=accumulates)
-    return held + spec.param_bytes // spec.model_shards
+    gradient_bytes = spec.param_bytes // spec.model_shards
+    return held + gradient_bytes
 
 
 def held_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
