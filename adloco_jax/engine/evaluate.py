@@ -25,13 +25,16 @@ from adloco_jax.row_batch import RowBatch, as_row_batch
 def mean_loss(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> float:
     """Compute the mean loss of one model over some rows; each counts by its weights, if any.
 
-    The loss is in nats per token for rows of text, and in nats per row for labelled rows.
+    The loss is in nats per token for rows of text, and in nats per row for labelled rows. A call of
+    the program takes `batch_size` rows.
     """
     mean = np.mean(_losses(programs, params, rows_E, batch_size))
     weights_EL = as_row_batch(rows_E).weights
     if weights_EL is None:
         return float(mean)
-    return float(mean / np.mean(weights_EL.sum(axis=1, dtype=np.float64)))
+    # The loss of a weighted row is a sum over its tokens, so divide by the weights of a row.
+    weight_E = weights_EL.sum(axis=1, dtype=np.float64)
+    return float(mean / np.mean(weight_E))
 
 
 def class_report(
@@ -41,34 +44,44 @@ def class_report(
     batch_size: int,
     num_classes: int,
 ) -> dict:
-    """Measure `accuracy`; in `classes`, each one's `precision`, `recall`, `f1` and `support`.
+    """Measure how well a classifier predicts the labels of rows.
 
-    A score is None if it is undefined. The predicted class is the label with which the row has the
-    smallest loss.
+    The predicted class is the label with which the row has the smallest loss.
+
+    Returns `accuracy`, the share of rows with the right prediction, and `classes`, a list of dicts
+    with `precision`, `recall`, `f1` and `support` (number of rows) for each class. A score is None
+    if its denominator is zero.
     """
     rows_EL = as_row_batch(rows).tokens  # each row begins with its label
+    label_E = rows_EL[:, 0]
 
-    def losses_under(label: int) -> np.ndarray:
-        labels_E1 = np.full_like(rows_EL[:, :1], label)
-        return _losses(programs, params, np.hstack([labels_E1, rows_EL[:, 1:]]), batch_size)
+    losses_CE = []
+    for label in range(num_classes):
+        relabelled_EL = rows_EL.copy()
+        relabelled_EL[:, 0] = label
+        losses_CE.append(_losses(programs, params, relabelled_EL, batch_size))
+    predicted_E = np.argmin(losses_CE, axis=0)
 
-    predicted_E = np.argmin([losses_under(label) for label in range(num_classes)], axis=0)
-    count_CC = np.zeros((num_classes, num_classes), int)  # number of rows, by class and prediction
-    np.add.at(count_CC, (rows_EL[:, 0], predicted_E), 1)
     classes = []
-    columns = (count_CC.diagonal(), count_CC.sum(axis=0), count_CC.sum(axis=1))
-    for hits, claims, support in np.stack(columns, axis=1).tolist():
-        precision = hits / claims if claims else None
-        recall = hits / support if support else None
-        f1 = 2 * hits / (claims + support) if claims + support else None
+    for label in range(num_classes):
+        num_right = int(np.sum((label_E == label) & (predicted_E == label)))
+        num_predicted = int(np.sum(predicted_E == label))
+        support = int(np.sum(label_E == label))
+        precision = num_right / num_predicted if num_predicted else None
+        recall = num_right / support if support else None
+        f1 = None  # the harmonic mean of precision and recall
+        if num_predicted + support:
+            f1 = 2 * num_right / (num_predicted + support)
         classes.append({"precision": precision, "recall": recall, "f1": f1, "support": support})
-    return {"accuracy": float(np.mean(predicted_E == rows_EL[:, 0])), "classes": classes}
+    return {"accuracy": float(np.mean(predicted_E == label_E)), "classes": classes}
 
 
 def _losses(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> np.ndarray:
-    """Compute one model's loss of each row, [E]."""
+    """Compute one model's loss of each row, [E]; a call of the program takes `batch_size` rows."""
     key = loss_key(batch_size)
-    params = reshard(params, programs[key].input_shardings[0][0])  # once, not again in each call
+    # Reshard the parameters once, not again in each call.
+    positional_shardings, _ = programs[key].input_shardings
+    params = reshard(params, positional_shardings[0])  # the program's arguments are params and rows
     losses = []
     num_rows = len(as_row_batch(rows_E).tokens)
     for start in range(0, num_rows, batch_size):
@@ -79,6 +92,7 @@ def _losses(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int)
 
 
 def _batch(rows_E: PyTree, index_B: np.ndarray) -> PyTree:
+    """Take the rows at these positions, leaves [B, L + 1]."""
     return jax.tree.map(lambda leaf_EL: leaf_EL[index_B], rows_E)
 
 
@@ -100,7 +114,10 @@ def reported(ensemble: Ensemble) -> Ensemble:
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """Compute the parameters that a merge would give; the ensemble does not change."""
+    """Compute the parameters that a merge would give; the ensemble does not change.
+
+    `members` are positions of trainers, the representative first; `weights` are in their order.
+    """
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
@@ -131,22 +148,23 @@ def guard_losses(
 
 
 def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
+    """Compute the mean loss of one model on the guard rows, which serve decisions alone."""
     return mean_loss(programs, params, heldout.guard_rows, heldout.batch_size)
 
 
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Choose the model that stands for all trainers; the word says where it comes from.
+    """Choose the model that stands for all trainers; return its parameters and where it is from.
 
-    `only`: the only trainer. Otherwise whichever has the lower guard loss: the `best` trainer, or
-    the `average` of all with these weights.
+    "only": it is the only trainer. Otherwise it is the model with the lower guard loss: the "best"
+    trainer, or the "average" of all trainers with these weights, in their order.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
     trainers = range(ensemble.num_trainers)
     losses = [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
-    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))  # a NaN is never best
     average = merged_params(ensemble, tuple(trainers), weights)
     if _guard_loss(average, programs, heldout) < losses[best]:  # false if either is NaN
         return average, "average"
@@ -155,13 +173,25 @@ def consensus(
 
 @jax.jit
 def _row(tree_M: PyTree, position: int) -> PyTree:
+    """Take the entry at a position out of leaves [M, ...]."""
     return jax.tree.map(lambda leaf: leaf[position], tree_M)
 
 
 @functools.partial(jax.jit, static_argnames="members")
 def _merged_params(params_M, members, weights_n):
+    """Merge trainers that have parameters alone; return the representative's, without the axis M.
+
+    The arguments are those of `core.merge.merge`.
+    """
     num_trainers = jax.tree.leaves(params_M)[0].shape[0]
-    bare = Ensemble(params_M, (), (), (1,) * num_trainers, jnp.int32(0))
-    survivors = [m for m in range(num_trainers) if m not in members[1:]]
-    merged_M = merge(bare, members, weights=weights_n).params_M
-    return _row(merged_M, survivors.index(members[0]))
+    without_states = Ensemble(
+        params_M=params_M,
+        outer_state_M=(),
+        inner_state_R=(),
+        sizes=(1,) * num_trainers,
+        round=jnp.int32(0),
+    )
+    merged = merge(without_states, members, weights=weights_n)
+    representative = members[0]
+    survivors = [m for m in range(num_trainers) if m not in members[1:]]  # in their new order
+    return _row(merged.params_M, survivors.index(representative))

@@ -1,7 +1,6 @@
 """Make the optimizers and the aggregator that settings name."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -21,35 +20,49 @@ Labeller = Callable[[PyTree], PyTree]
 
 
 def labeller(arch: str, label_params: Labeller | None = None) -> Labeller:
-    """Return what labels parameters: what the caller gives, else the architecture's, or by name."""
+    """Choose the function that labels parameters.
+
+    It is the caller's `label_params`, else the one of the architecture `arch`, else
+    `label_by_name`.
+    """
     return label_params or ARCHITECTURES[arch].label_params or label_by_name
 
 
 def parameter_labels(
     params: PyTree, label_params: Labeller, *, inner: InnerSettings, outer: OuterSettings
 ) -> dict[str, str]:
-    """Label each parameter, by its path, if the optimizer or the aggregator uses labels.
+    """Return each parameter's label, by its path; nothing if no function uses labels.
 
-    Raises ConfigError if labels are not known, or not possible.
+    The inner optimizer uses them (AdamW only with `inner.decay = "matrices"`), or the aggregator.
+    `params` may be shapes.
+
+    Raises ConfigError if a label is none of those known, or the parameter has too few axes for it.
     """
-    used = takes(INNER_OPTIMIZERS[inner.tx], "label_params")
-    used = used and (inner.tx != "adamw" or inner.decay == "matrices")
-    if not (used or takes(AGGREGATORS[outer.aggregator], "label_params")):
+    used_inside = takes(INNER_OPTIMIZERS[inner.tx], "label_params")
+    if inner.tx == "adamw" and inner.decay != "matrices":
+        used_inside = False
+    used_outside = takes(AGGREGATORS[outer.aggregator], "label_params")
+    if not used_inside and not used_outside:
         return {}
+
     with own_code("label_params"):
         labels = label_params(params)
     if jax.tree.structure(labels) != jax.tree.structure(params):
         raise ConfigError(
             "label_params: its tree differs from the parameters'; return one label each"
         )
+
     named = {}
     for (path, leaf), label in zip(
         jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True
     ):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = str(label).removeprefix("stacked_")
-        least = {"matrix": 2, "embedding": 0, "head": 0, "other": 0}.get(kind, math.inf)
-        if leaf.ndim < least + (kind != label):
+        is_known = kind in ("matrix", "embedding", "head", "other")
+        fewest_axes = 2 if kind == "matrix" else 0
+        if kind != str(label):
+            fewest_axes += 1  # which counts layers
+        if not is_known or leaf.ndim < fewest_axes:
             raise ConfigError(
                 f"label_params: {name} {list(leaf.shape)}: has {label!r}; need matrix (two axes),"
                 " embedding, head or other, with stacked_ before it if one more axis counts layers"
@@ -61,13 +74,16 @@ def parameter_labels(
 def inner_transform(
     inner: InnerSettings, label_params: Labeller, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Make the workers' optimizer (`tx` or `inner.tx`) with learning rate 1 and gradient clipping.
+    """Make the workers' optimizer with learning rate 1, after the clipping of gradients.
 
-    A round multiplies each update by the learning rate, which may change with every update.
+    It is `tx`, or if that is None the one that the settings name. A round multiplies each update by
+    the learning rate, which may change with every update.
     """
     # The state has one structure with and without clipping, so a resumed run may switch it.
-    norm = inner.clip_norm
-    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
+    if inner.clip_norm is None:
+        clip = optax.identity()
+    else:
+        clip = optax.clip_by_global_norm(inner.clip_norm)
     if tx is None:
         with own_code(f"inner.tx = {inner.tx}"):
             tx = INNER_OPTIMIZERS[inner.tx](
@@ -91,7 +107,8 @@ def aggregator(outer: OuterSettings, label_params: Labeller) -> Aggregator:
 def outer_transform(
     outer: OuterSettings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Make the trainers' optimizer (`tx` or `outer.tx`)."""
-    with own_code(f"outer.tx = {outer.tx}"):
-        chosen = tx or OUTER_OPTIMIZERS[outer.tx](momentum=outer.momentum)
-    return optax.chain(chosen, optax.scale(outer.learning_rate))
+    """Make the trainers' optimizer: `tx`, or if that is None the one that the settings name."""
+    if tx is None:
+        with own_code(f"outer.tx = {outer.tx}"):
+            tx = OUTER_OPTIMIZERS[outer.tx](momentum=outer.momentum)
+    return optax.chain(tx, optax.scale(outer.learning_rate))
