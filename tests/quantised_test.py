@@ -34,6 +34,7 @@ from adloco_jax.models.layers import Adapter, split_adapter
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.models.quantised import dequantised, is_quantised, quantise, unpacked
 from adloco_jax.row_batch import RowBatch
+from adloco_jax.run.before import assemble
 
 SIZES = dict(width=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=96)
 PLAIN = Llama(**SIZES, vocab_size=257, max_length=32)
@@ -253,6 +254,20 @@ def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
     monkeypatch.setattr(look, "fitting_choice", nothing_fits)
     with pytest.raises(ResourceError, match=r"model\.base_dtype: .* set it \(no room\)"):
         as_own_learner_fits(settings)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_driver_plans_for_the_devices_of_its_learner(folder, tmp_path, monkeypatch):
+    engine = {"kind": "direct", "relay": "off"}
+    settings = completed(validate(config_of(folder, engine=engine)))
+
+    def found_by_the_learner(settings):
+        model = settings.model.model_copy(update={"base_dtype": "nf4"})
+        return settings.model_copy(update={"model": model})
+
+    monkeypatch.setattr(assemble, "as_own_learner_fits", found_by_the_learner)
+    run = assemble.assemble(settings, here(), tmp_path / "run", trains=True)
+    assert run.settings.model.base_dtype == "nf4"  # this process has room for bfloat16
 
 
 @pytest.mark.parametrize(
