@@ -49,14 +49,17 @@ class _Attention(nn.Module):
     def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> Array:
         """Return the output [B, L, D]."""
         B, L, D = x_BLD.shape
-        H, K = self.num_heads, D // self.num_heads
+        H = self.num_heads
+        K = D // H
 
         def heads(name: str) -> Array:
             """Return the queries, keys or values of all heads, [B, H, L, K]."""
             y = Linear(D, self.dtype, use_bias=True, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, H, K).transpose(0, 2, 1, 3)
 
-        q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
+        q_BHLK = heads("query")
+        k_BHLK = heads("key")
+        v_BHLK = heads("value")
         scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
         # Hugging Face adds the smallest finite float instead. The weights of padding are exactly
         # zero there too.
@@ -201,9 +204,11 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     logits: Any = model.apply  # a bound method can be pickled and sent to another process
 
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+        """Return the logits of each example, float32 [B, C]."""
         if rows.ndim != 2 or rows.shape[1] < 3:
             raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
-        lengths_B, tokens_BL = rows[:, 1], rows[:, 2:]
+        lengths_B = rows[:, 1]
+        tokens_BL = rows[:, 2:]
         return logits({"params": params}, tokens_BL, lengths_B, tap_B)
 
     return logits_fn
@@ -218,6 +223,7 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
     logits_fn = class_logits(model)
 
     def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+        """Return the cross-entropy of each example, float32 [B]."""
         logits_BC = logits_fn(params, rows, tap_B)
         # A negative label would count from the last class. As the label C it is filled with NaN.
         labels_B = jnp.where(rows[:, 0] < 0, model.num_classes, rows[:, 0])
@@ -236,6 +242,7 @@ def classification_loss(model: Bert) -> Callable[..., Array]:
     losses_fn = classification_losses(model)
 
     def loss_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
+        """Return the mean cross-entropy of the examples."""
         return jnp.mean(losses_fn(params, rows, tap_B))
 
     return loss_fn

@@ -81,6 +81,7 @@ def initialiser(network: nn.Module) -> InitFn:
     """Return the function that draws a network's parameters with a typed PRNG key."""
 
     def init_fn(key: Array) -> PyTree:
+        """Draw the parameters."""
         # Parameters do not depend on the shape of the tokens.
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 

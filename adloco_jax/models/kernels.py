@@ -69,7 +69,7 @@ def attend(
     block_length = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)
     blocks = []
     for start in range(0, L, block_length):
-        end = min(start + block_length, L)
+        end = min(start + block_length, L)  # no query of the block sees a key from here on
         q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
         k_BGsK = k_BGLK[:, :, :end]
         v_BGsK = v_BGLK[:, :, :end]
@@ -98,7 +98,7 @@ def _attend_block_and_sums(
     """Return `_attend_block`, and the log of each query's sum of exponentials [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
+    largest = jnp.max(scores, axis=-1, keepdims=True)  # subtracted, so that no power overflows
     powers = jnp.exp(scores - largest)
     sums = jnp.sum(powers, axis=-1, keepdims=True)
     y = jnp.einsum(
@@ -113,11 +113,15 @@ def _attend_block_and_sums(
 # to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """Return the output of `_attend_block`, and its tangent."""
+    """Return the output of `_attend_block`, and its tangent, both [B, G, q, K].
+
+    `primals` are the four arrays that `_attend_block` is given, and `tangents` their tangents.
+    """
     q, k, v, starts = primals
     dq, dk, dv, _ = tangents
     y, log_sums_BGq1 = _attend_block_and_sums(q, k, v, starts, num_shared)
-    y, log_sums_BGq1 = kept(y), kept(log_sums_BGq1)
+    y = kept(y)
+    log_sums_BGq1 = kept(log_sums_BGq1)
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q, k, starts, num_shared).swapaxes(-1, -2), scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
@@ -157,7 +161,7 @@ def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None 
     `starts_BL` is the first position to which each position attends, in all heads; None: 0.
     """
     mask = None
-    if starts_BL is not None:
+    if starts_BL is not None:  # [B, 1, L, L]: by query and key
         mask = np.arange(starts_BL.shape[1])[None, None, None] >= starts_BL[:, None, :, None]
     return jax.nn.dot_product_attention(
         q_BLHK, k_BLGK, v_BLGK, mask=mask, scale=1.0, is_causal=True, implementation="cudnn"
@@ -268,6 +272,7 @@ def attend_past(
     """
     B, H, _, K = q_BHLK.shape
     q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)
+    # The new key and value come behind the past ones: [B, G, r, T + 1].
     score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
     before = jnp.where(is_seen_1T, score(q_BGrK, past["keys"]), -jnp.inf)
     scores = jnp.concatenate([before, score(q_BGrK, k_BGLK)], axis=-1)
@@ -409,9 +414,10 @@ def run_layers(
         """Return a function of a layer's variables and input, with the arguments of one kind."""
 
         def apply(variables: PyTree, x_BLD: Array) -> Any:
+            """Return the layer's new activations, and its second result."""
             return layer.apply(variables, x_BLD, *further)
 
-        if form == "call":
+        if form == "call":  # what `compute_on` wraps becomes a function of the compiled program
             space = jax.memory.Space.Device
             apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
         return apply

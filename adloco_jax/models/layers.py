@@ -101,7 +101,7 @@ def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
     return unflatten_dict(flatten_dict(base) | flatten_dict(adapter))
 
 
-def _weight(
+def _weight_and_tap(
     module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], tap_B: Tap = None
 ) -> tuple[Any, Tap]:
     """Return a module's weight of a name, and the tap for the layer that uses the weight.
@@ -256,6 +256,7 @@ def _with_rows(y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array) ->
 
 
 def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
+    """Return the result of `_with_rows`, and what its backward pass needs."""
     return y_BLV, (x_BLD, tokens_BL)
 
 
@@ -388,11 +389,15 @@ def _tapped(
 
 
 def _tapped_forward(layer, norms_fn, x_B, weight, tap_B):
+    """Return the result of `_tapped`, and what its backward pass needs."""
     return layer(x_B, weight), (x_B, weight, tap_B)
 
 
 def _tapped_backward(layer, norms_fn, residuals, dy_B):
-    """Return the cotangents of `x_B`, `weight` and `tap_B`."""
+    """Return the cotangents of `x_B`, `weight` and `tap_B`, given that of the result, `dy_B`.
+
+    That of `weight` is the sum of the examples' gradients, and that of `tap_B` their squared norms.
+    """
     x_B, weight, tap_B = residuals
     _, input_vjp = jax.vjp(lambda x_B: layer(x_B, weight), x_B)
     (dx_B,) = input_vjp(dy_B)
@@ -460,7 +465,8 @@ class Linear(nn.Module):
         """Apply `project`, add the product of an adapter, and apply `add_bias` if it has a bias."""
         num_inputs = x_BLD.shape[-1]
         num_outputs = self.features
-        w_DF, kernel_tap_B = _weight(self, "kernel", _INIT, (num_inputs, num_outputs), tap_B)
+        shape = (num_inputs, num_outputs)
+        w_DF, kernel_tap_B = _weight_and_tap(self, "kernel", _INIT, shape, tap_B)
         if is_quantised(w_DF):
             # Without the barrier XLA for GPUs dequantises several layers ahead, and holds them.
             w_DF, x_BLD = lax.optimization_barrier((w_DF, x_BLD))
@@ -479,7 +485,8 @@ class Linear(nn.Module):
 
         if not self.use_bias:
             return y_BLF
-        bias_F, bias_tap_B = _weight(self, "bias", nn.initializers.zeros, (num_outputs,), tap_B)
+        zeros = nn.initializers.zeros
+        bias_F, bias_tap_B = _weight_and_tap(self, "bias", zeros, (num_outputs,), tap_B)
         return add_bias(y_BLF, bias_F, bias_tap_B)
 
 
@@ -497,7 +504,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
         init = nn.initializers.constant(1 - self.offset)
-        gain_D, tap_B = _weight(self, "scale", init, x_BLD.shape[-1:], tap_B)
+        gain_D, tap_B = _weight_and_tap(self, "scale", init, x_BLD.shape[-1:], tap_B)
         if self.offset:
             gain_D = gain_D.astype(jnp.float32) + self.offset
         x_BLD = x_BLD.astype(jnp.float32)
@@ -534,7 +541,7 @@ class Embed(nn.Module):
     def setup(self) -> None:
         """Create the table."""
         shape = (self.vocab_size, self.width)
-        self.embedding, _ = _weight(self, "embedding", _INIT, shape)
+        self.embedding, _ = _weight_and_tap(self, "embedding", _INIT, shape)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Apply `look_up` and cast to `dtype`."""

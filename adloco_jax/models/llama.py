@@ -10,6 +10,7 @@ room for new tokens, 1 an axis of size one. Layers that differ are of several *k
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -112,10 +113,10 @@ def rotary_frequencies(
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
-    turns = scaling.original_length * frequencies / (2 * np.pi)
-    kept = (turns - scaling.low) / (scaling.high - scaling.low)
-    kept = np.clip(kept, 0, 1)  # 1: not divided, 0: divided by factor
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    turns = scaling.original_length * frequencies / (2 * np.pi)  # of each pair within this length
+    undivided = (turns - scaling.low) / (scaling.high - scaling.low)
+    undivided = np.clip(undivided, 0, 1)  # 1: as it is, 0: divided by factor, else a mixture
+    return frequencies * (undivided + (1 - undivided) / scaling.factor)
 
 
 def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
@@ -133,7 +134,7 @@ def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
     """Rotate each pair of features (i, i + K/2) by the angle of its position."""
     x = x_BHLK.astype(jnp.float32)
-    swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
+    swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)  # exchange the two features of each pair
     rotated = x * cos_LK[None, None] + swapped * sin_LK[None, None]
     return rotated.astype(x_BHLK.dtype)
 
@@ -301,7 +302,7 @@ class _Block(nn.Module):
 
 
 class _LayerArguments(NamedTuple):
-    """The arguments of a layer (`_Attention`) besides the activations, for one kind of layers."""
+    """The arguments of a layer besides the activations, for one kind of layers (`_Attention`)."""
 
     cos_LK: Array
     sin_LK: Array
@@ -390,9 +391,11 @@ class Llama(nn.Module):
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
 
-        # XLA merges what inlined layers recompute with the original, unless that is prevented.
+        # The backward pass recomputes activations, but those that `policy` keeps. XLA merges what
+        # inlined layers recompute with the original, unless that is prevented.
+        policy = None if self.remat else KEEP_NAMED  # None: only the layers' inputs are kept
         prevent_cse = self.remat and self.layer_form == "inline"
-        block = nn.remat(_Block, prevent_cse=prevent_cse, policy=None if self.remat else KEEP_NAMED)
+        block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
         self.head_dim = self.head_size or self.width // self.num_heads
         sizes = _Sizes(
             num_heads=self.num_heads,
@@ -466,27 +469,31 @@ class Llama(nn.Module):
         """Return the normalised output of the last layer for new tokens, and their keys and values.
 
         The variables must have the collection `PAST`: {"layers": {"attention": {"keys": ...,
-        "values": ...}}}, arrays [N, B, G, T, K] or of size 0. The second result is a dict of
-        "keys" and "values" of the new tokens.
+        "values": ...}}}, arrays [N, B, G, T, K]. There are two cases:
 
-        With T = 0 the tokens are the first L of each text, and `position` is not used. Otherwise
-        there is one token of each text (L = 1), at `position`, and `PAST` holds the keys and values
-        of all earlier positions. What `PAST` holds from `position` on is ignored.
+        - T = 0: the tokens are the first L of each text, and `position` is not used.
+        - T > 0: there is one token of each text (L = 1), at `position`. `PAST` has room for T
+          positions, and holds the keys and values of all positions before this one. What it holds
+          from `position` on is ignored.
+
+        The second result is a dict of "keys" and "values" of the new tokens. `PAST` is not changed.
         """
-        num_past = self.variables[PAST]["layers"]["attention"]["keys"].shape[-2]
+        num_past = self.variables[PAST]["layers"]["attention"]["keys"].shape[-2]  # T
         if num_past == 0:
             arguments_of_kinds = self._layer_arguments(tokens_BL.shape[1])
         else:
+            # Take the arguments of the one new position out of those of all T positions.
             arguments_of_kinds = []
             past_1T = jnp.arange(num_past)[None]
-            for at_all_positions in self._layer_arguments(num_past):
-                cos_TK, sin_TK, _, starts_1T = at_all_positions
-                first = 0 if starts_1T is None else starts_1T[0, position]
+            for of_positions in self._layer_arguments(num_past):
+                first_seen = 0  # a kind with a window does not see the positions before it
+                if of_positions.seen is not None:
+                    first_seen = of_positions.seen[0, position]
                 arguments = _LayerArguments(
-                    cos_LK=lax.dynamic_slice_in_dim(cos_TK, position, 1),
-                    sin_LK=lax.dynamic_slice_in_dim(sin_TK, position, 1),
+                    cos_LK=lax.dynamic_slice_in_dim(of_positions.cos_LK, position, 1),
+                    sin_LK=lax.dynamic_slice_in_dim(of_positions.sin_LK, position, 1),
                     tap_B=None,
-                    seen=(first <= past_1T) & (past_1T < position),
+                    seen=(first_seen <= past_1T) & (past_1T < position),
                 )
                 arguments_of_kinds.append(arguments)
 
@@ -531,7 +538,7 @@ class Llama(nn.Module):
     def _layer_arguments(
         self, length: int, tap_B: Tap = None, starts_BL: Array | None = None
     ) -> list[_LayerArguments]:
-        """Return the arguments of a layer for positions 0 to `length`, for each distinct kind.
+        """Return the arguments of a layer at positions 0 to `length` - 1, for each distinct kind.
 
         `seen` is the first position to which each position attends, int32 [B or 1, L]: in the text
         as `starts_BL` says, and within the kind's window. None: position 0. If one kind has a
@@ -549,6 +556,7 @@ class Llama(nn.Module):
             seen = starts_BL
             window = kind.window
             if window is not None and window < length and seen is not None:
+                # At position i the window begins at i + 1 - window; its last position is i.
                 in_window_1L = np.arange(1 - window, length + 1 - window, dtype=np.int32)[None]
                 seen = jnp.maximum(seen, in_window_1L)
             arguments_of_kinds.append(_LayerArguments(cos_LK, sin_LK, tap_B, seen))
@@ -578,7 +586,7 @@ def _num_parts(length: int, vocab_size: int) -> int:
     It is the least with which a part of `length / parts` positions has at most `_MAX_LOGITS`.
     """
     parts = 1
-    while -(-length // parts) * vocab_size > _MAX_LOGITS:
+    while math.ceil(length / parts) * vocab_size > _MAX_LOGITS:
         parts *= 2
     return parts
 
@@ -589,7 +597,7 @@ def _in_parts(x_BL: Array, parts: int) -> Array:
     The parts of a row follow one another; zeros fill the last one.
     """
     batch, length, *rest = x_BL.shape
-    part_length = -(-length // parts)
+    part_length = math.ceil(length / parts)
     padding = [(0, 0)] * x_BL.ndim
     padding[1] = (0, part_length * parts - length)
     return jnp.pad(x_BL, padding).reshape(batch * parts, part_length, *rest)
@@ -663,7 +671,8 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"rows has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         # The only shift: the loss at position t is of token t + 1.
-        inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
+        inputs_BL = tokens[:, :-1]
+        targets_BL = tokens[:, 1:]
         starts_BL = None if rows.starts is None else rows.starts[:, :-1]
         weights_BL = None if rows.weights is None else rows.weights[:, 1:]
         hidden_BLD, tap = hidden(variables, inputs_BL, tap_B, starts_BL)
@@ -688,6 +697,7 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def loss_fn(
         params: PyTree, rows: Array | RowBatch, tap_B: Tap = None, base: PyTree | None = None
     ) -> Array:
+        """Return the mean loss of the sequences."""
         return jnp.mean(losses_fn(params, rows, tap_B, base))
 
     return loss_fn
@@ -726,6 +736,7 @@ def generate(
     batch, length = prompt_BL.shape
     stop = length + num_tokens
     check_length(stop, model.max_length)
+    # Shapes are padded, so that one program serves many lengths, which are data.
     text_BT = np.zeros((batch, _padded_length(stop)), np.int32)
     text_BT[:, :length] = prompt_BL
     text_BT = _continue(
@@ -794,12 +805,13 @@ def _continue(
         return hidden_and_new
 
     def add_token(state: _Generation) -> _Generation:
-        """Read the last known token, and choose the next."""
+        """Read the last known token of each text, and write the next one behind it."""
         position, text_BT, past, has_ended_B = state
         last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
         hidden_B1D, new_keys_values = extend(last_B1, position - 1, past)
 
         def write(past_NBGTK: Array, new_NBG1K: Array) -> Array:
+            """Put the new token's keys or values where they belong in those of all positions."""
             return lax.dynamic_update_slice_in_dim(past_NBGTK, new_NBG1K, position - 1, axis=-2)
 
         past = jax.tree.map(write, past, new_keys_values)
@@ -816,6 +828,7 @@ def _continue(
         )
 
     def goes_on(state: _Generation) -> Array:
+        """Return whether a text has not ended, and there is room for a token."""
         return (state.position < stop) & ~jnp.all(state.has_ended_B)
 
     # Read the prompts. Keys and values of the padding are never seen: they are overwritten before
