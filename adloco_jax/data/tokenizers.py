@@ -143,7 +143,8 @@ class _Bytes(Tokenizer):
         first, *others = text.split(_END_OF_TEXT.encode())
         parts = [np.frombuffer(first, np.uint8)]
         for piece in others:
-            parts += [np.array([self.eot_id]), np.frombuffer(piece, np.uint8)]
+            parts.append(np.array([self.eot_id]))
+            parts.append(np.frombuffer(piece, np.uint8))
         return np.concatenate(parts, dtype=np.int32)
 
 
@@ -214,57 +215,57 @@ def tokenizer_of(
     num_classes: int | None = None,
     run: Path | None = None,
 ) -> Tokenizer:
-    """Load a run's tokenizer.
+    """Load a run's tokenizer: `data.tokenizer`, or that of the checkpoint `model.init_from`.
 
-    It is `data.tokenizer`; if this is None, the tokenizer of the checkpoint `model.init_from`, or
-    without a checkpoint bytes. If both are given they must have the same ids, and the checkpoint's
-    is returned, under the configured one's name and fingerprint: it has the checkpoint's special
-    tokens and chat template. A checkpoint whose tokenizer cannot be read is then left aside.
+    If neither is set it is bytes. If both are set, and both tokenizers can be loaded, they must be
+    alike, and the checkpoint's is returned, under the configured one's name and fingerprint. It has
+    the special tokens that the weights know, and their chat template unless `data.template` is set.
+    If the checkpoint's cannot be loaded, the configured one is returned.
 
     Args:
       data: The config's group `data`.
       model: The config's group `model`.
       num_classes: Number of classes of texts to be classified; else None.
-      run: Folder of a run that resumes. If the tokenizer cannot be loaded, that of the run's export
-        is.
+      run: Folder of a run that resumes. The tokenizer of its export stands for one that cannot be
+        loaded any more.
 
     Raises:
-      ConfigError: As from `load_tokenizer`, if the configured tokenizer gives other ids than the
-        checkpoint's, if `data.tokenizer` is None and the checkpoint has no tokenizer, or if the
+      ConfigError: As from `load_tokenizer`, if the two tokenizers are not alike, or if the
         tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
-    name = data.tokenizer
-    source = model.init_from
+    name = data.tokenizer  # None: not set
+    checkpoint = model.init_from
     text_length = None if num_classes is None else data.sequence_length
 
     def load(name: str, key: str) -> Tokenizer:
+        """Load the tokenizer that the config's `key` names."""
         return load_tokenizer(name, text_length=text_length, template=data.template, key=key)
-
-    of_weights = None
-    if source and name not in (None, source):
-        # A run with a configured tokenizer resumes without the checkpoint.
-        with contextlib.suppress(UserError):
-            of_weights = load(source, "model.init_from")
 
     try:
         if name:
             tokenizer = load(name, "data.tokenizer")
         else:
-            tokenizer = load(source or "bytes", "model.init_from")
+            tokenizer = load(checkpoint or "bytes", "model.init_from")
     except UserError:
         if run is None or not (run / "export" / "tokenizer_config.json").exists():
             raise
         # The export has the run's template.
         tokenizer = load_tokenizer(str(run / "export"), text_length=text_length)
 
-    if of_weights:
+    of_weights = None
+    if name and checkpoint and name != checkpoint:
+        # A run with a configured tokenizer resumes without the checkpoint.
+        with contextlib.suppress(UserError):
+            of_weights = load(checkpoint, "model.init_from")
+    if of_weights is not None:
         if not _are_alike(tokenizer, of_weights):
             raise ConfigError(
                 f"data.tokenizer={name}: {tokenizer.vocab_size} ids, and other ids for a text than"
-                f" the tokenizer of model.init_from={source} with {of_weights.vocab_size}, for"
+                f" the tokenizer of model.init_from={checkpoint} with {of_weights.vocab_size}, for"
                 " which the weights were made; leave data.tokenizer unset (=none)"
             )
+        # Rows are found in the cache by the fingerprint, with and without the checkpoint.
         tokenizer = dataclasses.replace(
             of_weights, name=tokenizer.name, fingerprint=tokenizer.fingerprint
         )
@@ -273,7 +274,10 @@ def tokenizer_of(
 
 
 def _are_alike(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have the same number of ids, end of text, and ids of a text."""
+    """Return whether two tokenizers have as many ids, the same end of text, and agree on a sample.
+
+    The sample is a text with letters of several scripts, digits and white space.
+    """
     (ids,) = tokenizer.encode_batch([_SAMPLE])
     (other_ids,) = other.encode_batch([_SAMPLE])
     if tokenizer.vocab_size != other.vocab_size or tokenizer.eot_id != other.eot_id:
@@ -310,7 +314,8 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on.
+    # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on. The
+    # library tokenises characters, and `ByteLevel` turns bytes into these.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     vocab = {}
@@ -334,9 +339,10 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         )
 
     def save(folder: Path, max_length: int | None) -> None:
+        """Compute `Tokenizer.save`."""
         tokenizer = for_transformers()
         if text_length is not None:
-            _mark_ends(tokenizer, _END_OF_TEXT, text_length)
+            _prepare_for_classes(tokenizer, _END_OF_TEXT, text_length)
         _save(tokenizer, folder, max_length)
 
     is_classifier = text_length is not None
@@ -368,6 +374,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         return result
 
     def dated_template(tools: list | None, date: str) -> str:
+        """Return the template for a chat, which writes `date` as today's."""
         # A tokenizer may have another template for chats with tools.
         return _with_date(tokenizer.get_chat_template(tools=tools), date)
 
@@ -414,14 +421,16 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
 def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     """Return the added token that follows an answer in a rendered chat: one id, or none.
 
-    If the template writes none behind the last answer (GLM's), it is the one with which the next
-    question begins. `tokenizer` is one of `transformers`, and `render` its `Tokenizer.render`.
+    An added token is one that the tokenizer never splits. If the template writes none behind the
+    last answer (GLM's), it is the one with which the next question begins. `tokenizer` is one of
+    `transformers`, and `render` its `Tokenizer.render`.
     """
     question = {"role": "user", "content": _ANSWER}
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        # Question and answer are the same word: split there, the text behind the answer is third.
-        after_last = render([question, answer], prompts=False).rpartition(_ANSWER)[2]
+        _, _, after_last = render([question, answer], prompts=False).rpartition(_ANSWER)
+        # Question and answer are the same word: split there, the third part is between the answer
+        # and the next question.
         before_question = render([question, answer, question], prompts=False).split(_ANSWER)[2]
     except Exception:  # deliberately broad, because templates are programs
         return ()
@@ -488,12 +497,13 @@ def _hugging_face_tokenizer(
             " folder with a tokenizer.json, whose tokenizer_config.json names an eos_token"
         )
 
-    # Complete the tokenizer for the export.
+    # Complete the tokenizer for the export. A file alone names no token for padding, which a
+    # classifier needs in any case.
     end = tokenizer.convert_ids_to_tokens(eot_id)
     if tokenizer.pad_token is None and (path.is_file() or text_length is not None):
         tokenizer.pad_token = end
     if text_length is not None:
-        _mark_ends(tokenizer, end, text_length)
+        _prepare_for_classes(tokenizer, end, text_length)
     if template:
         tokenizer.chat_template = template
 
@@ -501,7 +511,7 @@ def _hugging_face_tokenizer(
     # A tokenizer file may enable truncation and padding, which would silently change the text.
     backend.no_truncation()
     backend.no_padding()
-    prefix, suffix = _ends(backend)
+    prefix, suffix = _prefix_and_suffix(backend)
     # PyTorch does not train the embedding that the model's config names as padding.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
     vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -543,9 +553,9 @@ def _read_tokenizer(path: Path, key: str) -> Any:
     """
     transformers = _transformers()
     try:
-        if path.suffix == ".json":
+        if path.suffix == ".json":  # a tokenizer.json alone
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        if path.is_file() or _has_code(path):
+        if path.is_file() or _has_code(path):  # SentencePiece's .model; or code that is left aside
             tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
             tokenizer.init_kwargs.pop("auto_map", None)  # names the code, for an export
             return tokenizer
@@ -553,8 +563,9 @@ def _read_tokenizer(path: Path, key: str) -> Any:
             str(path), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # deliberately broad, because each fault raises its own class
-        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
-        raise DataError(f"{key}={path}: damaged or no tokenizer ({reason})") from error
+        first_line, _, _ = str(error).strip().partition("\n")
+        why = first_line.rstrip(": ") or type(error).__name__
+        raise DataError(f"{key}={path}: damaged or no tokenizer ({why})") from error
 
 
 def _has_code(folder: Path) -> bool:
@@ -565,7 +576,7 @@ def _has_code(folder: Path) -> bool:
     return "auto_map" in read_json(config, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
 
 
-def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
+def _prepare_for_classes(tokenizer: Any, end: str, text_length: int) -> None:
     """Change a tokenizer of `transformers` so that it prepares texts to be classified.
 
     A text gets special tokens at both ends: the tokenizer's own, or else its classification token
@@ -575,12 +586,14 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
     from tokenizers import processors
 
     backend = tokenizer.backend_tokenizer
-    prefix, suffix = _ends(backend)
+    prefix, suffix = _prefix_and_suffix(backend)
     before = [backend.id_to_token(i) for i in prefix]
     after = [backend.id_to_token(i) for i in suffix]
     if not before or not after:
-        before = before or [tokenizer.cls_token or end]
-        after = after or [end]
+        if not before:
+            before = [tokenizer.cls_token or end]
+        if not after:
+            after = [end]
         # $A is the text. Of a pair, $B is the second, to which :1 gives the type 1.
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
@@ -588,18 +601,22 @@ def _mark_ends(tokenizer: Any, end: str, text_length: int) -> None:
             special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
         )
     # Rows begin at position 0, and long texts lose their end. `init_kwargs` are what is saved.
-    tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "right"}
+    tokenizer.init_kwargs["padding_side"] = "right"
+    tokenizer.init_kwargs["truncation_side"] = "right"
     tokenizer.padding_side = "right"
     tokenizer.truncation_side = "right"
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_length)
 
 
-def _ends(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a backend puts before a text, and those after it, by trying a text."""
+def _prefix_and_suffix(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a backend puts before a text, and those after it, by trying a text.
+
+    The text is a single id of another tokenizer, as no text is one id in every vocabulary.
+    """
     import tokenizers
 
     one_token = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
-    marked = backend.post_process(one_token)
+    marked = backend.post_process(one_token)  # the mask is 0 for the text's token, else 1
     text_index = marked.special_tokens_mask.index(0)
     return tuple(marked.ids[:text_index]), tuple(marked.ids[text_index + 1 :])
 
