@@ -111,8 +111,10 @@ def read(
     """
     names = data.text_column.split("+")
     columns = _columns(row, names, where)
-    end = tokenizer.decode([tokenizer.eot_id])
-    ends = [end, *(tokenizer.decode([i]) for i in (*tokenizer.ends, *tokenizer.turn_end))]
+    # The texts that may stand behind an answer; the first is what ends a document.
+    end_ids = (tokenizer.eot_id, *tokenizer.ends, *tokenizer.turn_end)
+    ends = [tokenizer.decode([end_id]) for end_id in end_ids]
+    end = ends[0]
     column = f"{where}: {data.text_column!r}"
     label = _as_bool(row.get("label"))
     only_last = False
@@ -120,7 +122,7 @@ def read(
     if label is not None:
         known.add("label")
 
-    # Write the text, and find the spans of its answers.
+    # Write the text, and find the spans of its answers. `unread` are names of fields of turns.
     if names == ["prompt", "completion"] and all(isinstance(text, str) for text in columns):
         prompt, completion = columns
         bare = without_end(completion, ends)
@@ -134,13 +136,15 @@ def read(
         raise ConfigError(f"{where}: {need}")
     else:
         chat, beside = _chat(row, names, columns, where, tokenizer, ends)
-        known |= beside
-        fields = {field for turn in chat.turns for field in turn}
+        known.update(beside)
+        fields: set[str] = set()
+        for turn in chat.turns:
+            fields.update(turn)
         unread = {f"{field} of turns" for field in fields if not tokenizer.reads(field)}
         try:
             text = require_text(_text(chat, tokenizer, ends), column)
             ids, offsets = tokenizer.encode_aligned(text)
-            limit = len(text)
+            limit = len(text)  # where the text ends in a row, in characters
             if len(ids) > data.sequence_length + 1:  # longer than a row
                 limit = int(offsets[data.sequence_length, 1])
             spans, only_last = _spans(text, chat, limit, tokenizer)
@@ -165,7 +169,8 @@ def read(
         contents = []
         only_last = False
 
-    unread |= {name for name, value in row.items() if value is not None} - known
+    filled = {name for name, value in row.items() if value is not None}
+    unread.update(filled - known)
     answers = Answers(
         spans=spans,
         contents=contents,
@@ -221,9 +226,11 @@ def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[A
     for name, column in zip(names, columns, strict=True):
         if isinstance(column, str) and _PYTHON_TURNS.match(column):
             need = "turns as JSON (json.dumps writes it, str does not)"
-            _require(False, f"{where}: {name!r}", column, need)
+            raise _fault(f"{where}: {name!r}", column, need)
     parsed = [_parsed(column) for column in columns]
-    return parsed if all(is_chat(column) for column in parsed) else columns
+    if all(is_chat(column) for column in parsed):
+        return parsed
+    return columns
 
 
 def _chat(
@@ -246,7 +253,7 @@ def _chat(
     """
     beside = set()
     columns = list(columns)
-    if names == ["instruction", "output"]:  # Alpaca's
+    if names == ["instruction", "output"]:  # Alpaca's: two texts, which become a turn each
         asked = row.get("input")
         _require(isinstance(asked, str | None), f"{where}: 'input'", asked, "text")
         question = require_text(columns[0], f"{where}: {names[0]!r}")
@@ -310,9 +317,14 @@ def _as_bool(label: Any) -> bool | None:
 
 
 def _require(fits: Any, where: str, have: Any, need: str) -> None:
-    """Raise DataError unless `fits` is true; the message shows what a row has and what it needs."""
+    """Raise DataError unless `fits` is true; the other arguments are those of `_fault`."""
     if not fits:
-        raise DataError(f"{where}: have {have!r:.80}, need {need}")
+        raise _fault(where, have, need)
+
+
+def _fault(where: str, have: Any, need: str) -> DataError:
+    """Return an error whose message shows what stands at the place `where`, and what is needed."""
+    return DataError(f"{where}: have {have!r:.80}, need {need}")
 
 
 def _objects(given: Any, where: str) -> list[dict[str, Any]]:
@@ -321,7 +333,7 @@ def _objects(given: Any, where: str) -> list[dict[str, Any]]:
     Raises DataError, which names the place `where`, if a member is no object.
     """
     objects = [_parsed(item) for item in given] if isinstance(given, list) else [given]
-    _require(all(isinstance(e, dict) for e in objects), where, given, "a list of objects")
+    _require(all(isinstance(item, dict) for item in objects), where, given, "a list of objects")
     return objects
 
 
@@ -362,20 +374,26 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
 
-    # A turn needs a content, or calls that the template writes.
-    calls = turn.get("tool_calls") if tokenizer.reads("tool_calls") else None
+    # Join the parts of a content.
     parts = turn.get("content")
     if isinstance(parts, list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        is_text = all(isinstance(text, str) for text in texts)
-        turn["content"] = "".join(map(str, texts)) if is_text else parts
-    if turn.get("tool_calls") and not (calls or parts) and weight:
-        _require(False, at, given, "content, or a data.template that writes 'tool_calls'")
-    text = turn.get("content", "" if calls else None)
-    _require(isinstance(text, str), at, given, "a 'content' that is text, or parts of text")
+        if all(isinstance(text, str) for text in texts):
+            turn["content"] = "".join(map(str, texts))
+
+    # A turn needs a content, or calls that the template writes.
+    has_calls = bool(turn.get("tool_calls"))
+    writes_calls = has_calls and tokenizer.reads("tool_calls")
+    if has_calls and not writes_calls and not parts and weight:
+        raise _fault(at, given, "content, or a data.template that writes 'tool_calls'")
+    if "content" in turn or not writes_calls:
+        is_text = isinstance(turn.get("content"), str)
+        _require(is_text, at, given, "a 'content' that is text, or parts of text")
+
     if turn["role"] == "assistant" and "content" in turn:
         turn["content"] = without_end(turn["content"], ends)
-        _require(calls or not weight or turn["content"].strip(), at, given, _ANSWER)
+        has_answer = writes_calls or bool(turn["content"].strip())
+        _require(has_answer or not weight, at, given, _ANSWER)
     return turn
 
 
@@ -433,7 +451,7 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
     if tokenizer.mark:
         return _marked(chat, tokenizer), False
 
-    content_ends = None
+    content_ends = None  # of each turn's content in the text, for the answers of a long chat
     if len(chat.turns) > _FIRST_TURNS:
         content_ends = _ends_of_contents(text, chat, tokenizer)
     spans = []
@@ -464,15 +482,15 @@ def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     """
     assert tokenizer.mark is not None
     marks = tokenizer.mark(chat.turns, chat.tools)
-    turns = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-    if chat.answers == turns:
+    all_answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if chat.answers == all_answers:
         return marks
-    if len(marks) != len(turns):
+    if len(marks) != len(all_answers):
         raise DataError(
-            f"{chat.where}: the chat template marks {len(marks)} parts of {len(turns)} turns of the"
-            " assistant, so it is not known which to leave out"
+            f"{chat.where}: the chat template marks {len(marks)} parts of {len(all_answers)} turns"
+            " of the assistant, so it is not known which to leave out"
         )
-    return [mark for i, mark in zip(turns, marks, strict=True) if i in chat.answers]
+    return [mark for i, mark in zip(all_answers, marks, strict=True) if i in chat.answers]
 
 
 def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
@@ -545,10 +563,11 @@ def _written_after_question(
     """
     render = tokenizer.render
     assert render is not None
-    question = chat.turns[i - 1 : i]
-    if question[0]["role"] != "user":
+    question = [chat.turns[i - 1]]
+    if question[0]["role"] != "user":  # templates refuse a chat that does not begin with a user
         question = [_ASKED, *question]
     try:
+        # Up to the start of this answer, up to its end, and what the template writes as its start.
         before = render(question, prompts=True, tools=chat.tools)
         through = render([*question, chat.turns[i]], prompts=False, tools=chat.tools)
         start_of_answer = before.removeprefix(render(question, prompts=False, tools=chat.tools))
@@ -557,6 +576,8 @@ def _written_after_question(
     if not through.startswith(before) or start_of_answer == before:
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
+
+    # Look for it between the end of the content before and that of the content behind.
     stop = content_ends[i + 1] if i + 1 < len(content_ends) else len(text)
     position = text.find(start_of_answer + written, content_ends[i - 1], stop)
     start = position + len(start_of_answer)
@@ -597,8 +618,8 @@ def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     # A token without characters may have any offsets. The search needs ascending ones.
     starts_N, ends_N = np.maximum.accumulate(offsets_N2, axis=0).T
     for start, end in spans:
-        first = np.searchsorted(ends_N, start, "right")
-        behind = np.searchsorted(starts_N, end)
+        first = np.searchsorted(ends_N, start, "right")  # the first token that ends behind `start`
+        behind = np.searchsorted(starts_N, end)  # the first token that starts at `end` or behind
         marks[first:behind] = True
     marks[:1] = False
     return marks

@@ -95,7 +95,9 @@ def trim_cache() -> None:
     gigabytes = os.environ.get("ADLOCO_CACHE_GB") or "100"
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
         raise ConfigError(f"ADLOCO_CACHE_GB={gigabytes}: expected a number of gigabytes")
-    with contextlib.suppress(OSError):  # no such folder; not this user's; another process deletes
+    # An error ends this, as the next run tries again: there is no such folder, it is not this
+    # user's, or another process deletes the same entries.
+    with contextlib.suppress(OSError):
         entries = [_cache_entry(path) for path in cache_folder("").glob("*/*")]
         excess_bytes = sum(entry.num_bytes for entry in entries) - float(gigabytes) * 1e9
         for entry in sorted(entries):
@@ -182,6 +184,7 @@ def find(path: str, *, key: str) -> dict[str, File]:
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
     """Return the result of `find` for a path, maybe empty, and whether the path is a folder."""
     start = _local_path(path, key=key)
+    # Files are sought below `base`, by the parts of a glob, `pattern`.
     if start.is_dir():
         base = start
         pattern = ["**"]
@@ -257,7 +260,7 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 
 def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
     """Return the result of `find` for an address, maybe empty, and whether it is of a folder."""
-    protocol = path.partition("://")[0]
+    protocol, _, _ = path.partition("://")
     with hub.faults(f"{key}={path}"):
         system, path = _file_system(path, key)
         system.invalidate_cache()
@@ -274,11 +277,11 @@ def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
                 raise
             is_glob = True
             parts = path.split("/")
-            first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+            first = next(i for i, part in enumerate(parts) if glob.has_magic(part))  # wildcard
             base = "/".join(parts[:first])
             pattern = parts[first:]
         # Not `system.glob`, which leaves out an object beside a folder of the same name.
-        depth = None if "**" in pattern else len(pattern)
+        depth = None if "**" in pattern else len(pattern)  # None: any
         listing = system.find(base, maxdepth=depth, detail=True)
 
     files: dict[str, File] = {}
@@ -330,7 +333,7 @@ def identity(file: File) -> list:
     with open(file, "rb") as content:
         stat = os.fstat(content.fileno())
         ends = content.read(_SAMPLE_BYTES)
-        content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))
+        content.seek(max(len(ends), stat.st_size - _SAMPLE_BYTES))  # read no byte twice
         ends += content.read(_SAMPLE_BYTES)
     times = [stat.st_mtime_ns, stat.st_ctime_ns]
     sha256 = hashlib.sha256(ends).hexdigest()
@@ -398,10 +401,10 @@ def fetched(
 def _copied(
     address: str, wanted: Sequence[str], *, one_of: Sequence[str], key: str, hint: str
 ) -> Path:
-    """Copy files of a remote folder to the user's cache, unless this version is there.
+    """Copy files of the folder at `address` to the user's cache, unless this version is there.
 
-    Returns the folder with the copies. The arguments are those of `fetched`. Files of folders in
-    the folder are not copied.
+    Returns the folder with the copies. The other arguments are those of `fetched`. Files of folders
+    in the folder are not copied.
     """
     remote_files: Any = find(address, key=key)  # by name
     best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)
@@ -410,7 +413,7 @@ def _copied(
         names.update(fnmatch.filter(remote_files, pattern))
     files = {name: remote_files[name] for name in sorted(names) if "/" not in name}
 
-    # The folder's name is a hash of addresses, sizes and versions.
+    # The name of the copies' folder is a hash of addresses, sizes and versions.
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
     folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)

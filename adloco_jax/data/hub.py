@@ -43,6 +43,7 @@ _REFUSED_CODES = frozenset({401, 403})  # no credentials, no permission
 _NO_ANSWER_CODES = frozenset({408, 425, 429})  # request timed out, too early, too many requests
 _MAX_CAUSES = 20  # errors of a chain that are looked at
 _SHA1_DIGITS = 40  # hexadecimal digits
+_PART_BYTES = 2**20  # of a file that is hashed, in memory at a time
 
 
 class Unreachable(ResourceError):
@@ -109,7 +110,8 @@ def download(
     def find_in_cache() -> Path | None:
         """Return the folder with files of the first pattern that the cache has; None: none."""
         for pattern in one_of:
-            with contextlib.suppress(OSError, ValueError):  # missing, or incomplete
+            # Files that are missing or incomplete are errors, and the next pattern is tried.
+            with contextlib.suppress(OSError, ValueError):
                 folder = get(pattern, offline=True)
                 if any(folder.glob(pattern)) and _has_all_shards(folder):
                     return folder
@@ -181,8 +183,10 @@ def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
     else:
         digest = hashlib.sha256()
     with open(blob, "rb") as content:
-        for part in iter(lambda: content.read(2**20), b""):
+        part = content.read(_PART_BYTES)
+        while part:
             digest.update(part)
+            part = content.read(_PART_BYTES)
     return digest.hexdigest()
 
 
@@ -229,7 +233,8 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     """Return what `faults` raises: a `UserError` about `where`, or one of the error's causes."""
     chain = _with_causes(error)
 
-    # Errors that any of the causes decides.
+    # Errors that any of the causes decides. One of this machine's disk names a file, and has the
+    # system's number; a file that is not found may be the server's.
     for cause in chain:
         is_of_disk = getattr(cause, "filename", None) and getattr(cause, "errno", None)
         if isinstance(cause, UserError):
@@ -244,7 +249,7 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     # What a server answered, or that none did.
     names: set[str] = set()
     for cause in chain:
-        names |= _class_names(cause)
+        names.update(_class_names(cause))
     codes = {_status(cause) for cause in chain}
     if names & _REFUSED or codes & _REFUSED_CODES:
         how = "set credentials in the environment, or log in (hf auth login)"

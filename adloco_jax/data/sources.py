@@ -156,7 +156,8 @@ def documents_of(
                 if not data.skip_bad:
                     raise
                 document = Document("", fault=str(error))
-            if is_text or document.text or document.fault:
+            is_empty_record = not is_text and not document.text and not document.fault
+            if not is_empty_record:
                 yield document
     except (OSError, ValueError) as error:
         raise DataError(f"{where}: after document {number}: {error}") from error
@@ -215,13 +216,15 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
         count = columns.count(column)
         if count == 1:
             continue
-        other = "NAME"
+        proposed = "NAME"
         if key == "text_column":
-            # The name of a column of chats may join two columns by a plus.
-            likely = (*CHATS, *_USUAL_TEXT_COLUMNS)
-            other = next((name for name in likely if {*name.split("+")} <= {*columns}), other)
+            for name in (*CHATS, *_USUAL_TEXT_COLUMNS):
+                # The name of a column of chats may join two columns by a plus.
+                if {*name.split("+")} <= {*columns}:
+                    proposed = name
+                    break
         have = f"{count} fields" if count else "no field"
-        need = f"have {', '.join(columns)}; set data.{key}={other}"
+        need = f"have {', '.join(columns)}; set data.{key}={proposed}"
         raise DataError(f"{where}: {have} {column!r}, {need}")
 
 
@@ -330,7 +333,7 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
                 if None in row:  # the key under which `csv` puts cells behind the last column
                     yield DataError(f"{where}: more cells than there are columns")
                     continue
-                label = row.get(data.label_column) or ""
+                label = row.get(data.label_column) or ""  # without classes the name is empty
                 if re.fullmatch(r"-?\d{1,18}", label):  # 18 digits fit in an int64
                     row[data.label_column] = int(label)
                 yield Record(where, row)
@@ -488,7 +491,8 @@ def _opened(file: File) -> Iterator[Any]:
 def _json_row(line: bytes, where: str) -> Record | DataError:
     """Return the record of a line of JSON, or a DataError that names `where` and what is wrong.
 
-    Raises DataError if the line is longer than `MAX_LINE_BYTES`.
+    A returned error is of this row alone, and may be let pass. A line longer than `MAX_LINE_BYTES`
+    raises DataError, because it was not read to its end.
     """
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
@@ -515,6 +519,7 @@ def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> 
     limits: Any = datasets.config
     limits.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 5  # seconds
     limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
+    # Called for its errors only: it gives up after seconds if the hub does not answer.
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
     with hub.faults(where):
@@ -532,7 +537,10 @@ def hub_columns(data: DataSettings, *, where: str) -> list[str]:
     """
     dataset = _hub_dataset(data, data.split, data.revision, where=where)
     with hub.faults(where):
-        return [*(dataset.features or next(iter(dataset), {}))]
+        columns = dataset.features  # by name; None if the hub does not know them
+        if not columns:
+            columns = next(iter(dataset), {})  # the first row, if there is one
+        return list(columns)
 
 
 def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> list[Part]:
@@ -549,7 +557,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     where = f"{where}, data.name={data.name}, split {split}"
     unread: list[str] = []
     with hub.faults(where):
-        if dataset.features is not None:
+        if dataset.features is not None:  # the hub knows the columns
             columns, unread = _columns_to_read(list(dataset.features), data, where)
             dataset = dataset.select_columns(columns)
     num_files = dataset.num_shards
