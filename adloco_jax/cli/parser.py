@@ -6,7 +6,6 @@ It is parsed before the command's module is imported, so that help does not wait
 import argparse
 import difflib
 import inspect
-import itertools
 import os
 import re
 import shlex
@@ -31,7 +30,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
       ConfigError: If words are unknown, with a line for each; or if one is missing or invalid, with
         the command to write instead.
     """
-    followers = [*words[1:], ""]
+    followers = [*words[1:], ""]  # the word after each word
     spelled = []
     for word, follower in zip(words, followers, strict=True):
         spelled.append(_spelled(word, follower))
@@ -39,9 +38,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _spelled(word: str, follower: str) -> str:
-    """Spell the name of an option as it is declared; a switch among the keys gets its value.
+    """Spell the name of an option as it is declared; return other words as they are.
 
-    The switch has a value if one follows it, as in `--config.log.wandb False`.
+    Options have hyphens, and keys of a config underscores. A key that is True or False may stand
+    without a value, and then gets the value True. It has a value if a `=` or the next word, the
+    `follower`, gives one, as in `--config.log.wandb False`.
     """
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
@@ -65,12 +66,9 @@ def _is_switch_value(text: str) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose error is one line, with an example of a correct command line.
+    """A parser whose error is one line, with an example of a correct command line."""
 
-    In the `example`, {run} is the run at hand.
-    """
-
-    example = ""
+    example = ""  # what to write after the command; {run} stands for the folder of a run
     takes_keys = False  # whether keys of a config are among the options
     words: Sequence[str] = ()  # of the command line, for messages
 
@@ -87,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def _unknown(self, word: str) -> str:
-        """Say that a word is unknown, and which options are the nearest."""
+        """Return a line that says that a word is unknown, and which options are the nearest."""
         name, _, _ = word.partition("=")
         if not word.startswith("-"):
             advice = ""
@@ -96,10 +94,10 @@ class Parser(argparse.ArgumentParser):
             return f"{word}: unexpected{advice}"
         if self.takes_keys and name.startswith("--config."):
             return unknown_key_fault(name.removeprefix("--config."))
-        known = self._option_string_actions
-        # A key without its group, or else a name that is spelled alike.
-        keys = [f"--config.{key}" for key in namesakes(name.lstrip("-").replace("-", "_"))]
-        nearest = [key for key in keys if key in known]
+        known = self._option_string_actions  # by its name, each option of this command
+        # Probably a key of a config without its group; several groups may have such a key.
+        keys = namesakes(name.lstrip("-").replace("-", "_"))
+        nearest = [f"--config.{key}" for key in keys if f"--config.{key}" in known]
         if not nearest:
             nearest = difflib.get_close_matches(name, known, n=1)
         if not nearest:
@@ -107,30 +105,37 @@ class Parser(argparse.ArgumentParser):
         return f"{word}: no such option; did you mean {' or '.join(nearest)}?"
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with an example, which names the run that was meant, or the last."""
-        values = [word.rpartition("=")[2] for word in self.words]
+        """Raise a ConfigError with an example of a correct command line; argparse calls this.
+
+        The example names the first run among the words; else the last changed of the folder `runs`.
+        """
+        values = [word.rpartition("=")[2] for word in self.words]  # of `--option=value`, the value
         runs = [folder for folder in [*values, *runs_in("runs")] if is_run(folder)]
         run = str(runs[0]) if runs else "RUN"
         example = self.example.format(run=shlex.quote(run))
         raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
 
 
+# The next functions are the `type` of options: argparse gives them the text of a value, and stores
+# what they return.
+
+
 def _run(text: str) -> str:
-    """Type of the options that name a run."""
+    """Return the folder of a run as it is written; raise an error of argparse if it is missing."""
     if not os.path.exists(text):
         raise argparse.ArgumentTypeError(f"{text}: no such folder")
     return text
 
 
 def _path(text: str) -> Path:
-    """Type of the options that name a file or folder of this machine."""
+    """Return a file or folder of this machine; raise ConfigError if it is an address."""
     from adloco_jax.data.disk import local_path  # imported only here, because it imports NumPy
 
     return local_path(text)
 
 
 def _new_folder(text: str) -> Path:
-    """Type of the options that name an output folder, which must be new or empty."""
+    """Return an output folder; raise ConfigError if it has something in it."""
     folder = _path(text)
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"--out {text}: exists already and is not empty; name another folder")
@@ -141,6 +146,7 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
     """Make a type of options whose text matches a pattern; a message names the example."""
 
     def check(text: str) -> str:
+        """Return the text; raise an error of argparse if it does not match."""
         if not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"{text}: expected for instance {example}")
         return text
@@ -148,13 +154,9 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
     return check
 
 
-# What several options share.
-_FILE: dict[str, Any] = {"type": _path, "metavar": "FILE"}
-_FOLDER: dict[str, Any] = {"type": _path, "metavar": "FOLDER"}
-_OUT: dict[str, Any] = {"type": _new_folder, "metavar": "FOLDER"}
-_INT: dict[str, Any] = {"type": int, "metavar": "N"}
-_FLAG: dict[str, Any] = {"action": "store_true"}
-_ENTRIES = _FILE | {"help": "the run's config file, to execute if it adds a table entry of the run"}
+# Each of the next functions declares the options of a command; its docstring is the command's help.
+
+_ENTRIES_HELP = "the run's config file, to execute if it adds a table entry of the run"
 
 
 def _train(parser: Parser) -> None:
@@ -172,20 +174,34 @@ def _train(parser: Parser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="CONFIG|RUN", help="a config, or a run to resume")
     add("--config", metavar="CONFIG", help="same as CONFIG; with RUN: executed for table entries")
-    add("--workdir", **_FOLDER, help="the run's folder; by default a new one in runs/")
+    add(
+        "--workdir",
+        type=_path,
+        metavar="FOLDER",
+        help="the run's folder; by default a new one in runs/",
+    )
     add("--size", choices=("10M", "35M", "100M"), help="of diloco and growing_pool: parameters")
-    add("--accept-config-change", **_FLAG, help="resume with changed settings")
-    add("--accept-data-change", **_FLAG, help="resume with other data")
-    add("--distributed", **_FLAG, help="several processes, started by a known launcher")
+    add("--accept-config-change", action="store_true", help="resume with changed settings")
+    add("--accept-data-change", action="store_true", help="resume with other data")
+    add("--distributed", action="store_true", help="several processes, started by a known launcher")
     add("--coordinator", metavar="HOST:PORT", help="several processes: address of process 0")
-    add("--num-processes", **_INT, help="number of processes")
-    add("--process-id", **_INT, help="index of this process")
-    add("--meeting-s", **_INT, default=300, help="to wait for the other processes (default: 300)")
-    for name, keys in itertools.groupby(OPTIONS, key=lambda key: key.rpartition(".")[0]):
-        card = inspect.getdoc(GROUPS[name]) if name else "The whole run."
-        group = parser.add_argument_group(f"config.{name}".removesuffix("."), card)
-        for key in keys:
-            group.add_argument(f"--config.{key}", metavar="VALUE", help=describe(key) + unset(key))
+    add("--num-processes", type=int, metavar="N", help="number of processes")
+    add("--process-id", type=int, metavar="N", help="index of this process")
+    add(
+        "--meeting-s",
+        type=int,
+        metavar="N",
+        default=300,
+        help="to wait for the other processes (default: 300)",
+    )
+    sections = {"": parser.add_argument_group("config", "The whole run.")}  # by group of the config
+    for key in OPTIONS:  # such as data.path
+        name, _, _ = key.rpartition(".")
+        if name not in sections:
+            words = inspect.getdoc(GROUPS[name])
+            sections[name] = parser.add_argument_group(f"config.{name}", words)
+        text = describe(key) + unset(key)
+        sections[name].add_argument(f"--config.{key}", metavar="VALUE", help=text)
 
 
 def _plan(parser: Parser) -> None:
@@ -195,21 +211,48 @@ def _plan(parser: Parser) -> None:
     """
     _train(parser)
     add = parser.add_argument
-    add("--memory", **_FLAG, help="compile, and print each program's memory")
-    text = "compile for devices that are not here; without a value: list them"
-    add("--device", nargs="?", const="", metavar="KINDxN", help=text)
-    add("--save", **_FILE, help="with --device: also write the plan to a JSON file")
-    text = "also the seconds of a round, and of small models the method that ends first, at a rate"
-    add("--link", type=_matching(LINK, "10Mbit/s"), metavar="RATE", help=f"{text} such as 10Mbit/s")
-    add("--sites", **_INT, help="with --link: machines (default: one for each worker)")
-    text = "with --link: of each machine (default: measured here)"
-    add("--tokens-per-s", type=float, metavar="N", help=text)
+    add("--memory", action="store_true", help="compile, and print each program's memory")
+    add(
+        "--device",
+        nargs="?",
+        const="",
+        metavar="KINDxN",
+        help="compile for devices that are not here; without a value: list them",
+    )
+    add(
+        "--save",
+        type=_path,
+        metavar="FILE",
+        help="with --device: also write the plan to a JSON file",
+    )
+    add(
+        "--link",
+        type=_matching(LINK, "10Mbit/s"),
+        metavar="RATE",
+        help="also the seconds of a round, and of small models the method that ends first, at a"
+        " rate such as 10Mbit/s",
+    )
+    add(
+        "--sites",
+        type=int,
+        metavar="N",
+        help="with --link: machines (default: one for each worker)",
+    )
+    add(
+        "--tokens-per-s",
+        type=float,
+        metavar="N",
+        help="with --link: of each machine (default: measured here)",
+    )
 
 
 def _configs(parser: Parser) -> None:
     """Lists the configs that come with the package."""
-    text = "print a JSON schema of all config keys, for editors and other programs"
-    parser.add_argument("--schema", **_FLAG, help=text)
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print a JSON schema of all config keys, for editors and other programs",
+    )
 
 
 def _join(parser: Parser) -> None:
@@ -220,17 +263,38 @@ def _join(parser: Parser) -> None:
     """
     parser.example = "adloco-TICKET"
     add = parser.add_argument
-    text = "the ticket that the run's driver prints, or the address of its bucket"
-    add("address", metavar="TICKET|ADDRESS", help=text)
-    add("--config", **_ENTRIES)
-    for key in "data.path data.heldout_path data.tokenizer data.template model.init_from".split():
-        text = "its value on this machine; default: as the driver names it"
-        add(f"--config.{key}", metavar="PATH", help=text)
-    text = "end, with exit code 5, after so long without a driver or the bucket"
-    add("--leave-after", type=float, default=float("inf"), metavar="MINUTES", help=text)
-    text = "read from addresses that the driver names, with this machine's credentials"
-    add("--accept-data", **_FLAG, help=text)
-    add("--workdir", **_FOLDER, help="folder for a log of what is read; default: no log")
+    add(
+        "address",
+        metavar="TICKET|ADDRESS",
+        help="the ticket that the run's driver prints, or the address of its bucket",
+    )
+    add("--config", type=_path, metavar="FILE", help=_ENTRIES_HELP)
+    # `run.join.OWN`, which is not imported, because help must not wait for JAX.
+    own = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
+    for key in own:
+        add(
+            f"--config.{key}",
+            metavar="PATH",
+            help="its value on this machine; default: as the driver names it",
+        )
+    add(
+        "--leave-after",
+        type=float,
+        default=float("inf"),
+        metavar="MINUTES",
+        help="end, with exit code 5, after so long without a driver or the bucket",
+    )
+    add(
+        "--accept-data",
+        action="store_true",
+        help="read from addresses that the driver names, with this machine's credentials",
+    )
+    add(
+        "--workdir",
+        type=_path,
+        metavar="FOLDER",
+        help="folder for a log of what is read; default: no log",
+    )
 
 
 def _ticket(parser: Parser) -> None:
@@ -247,7 +311,12 @@ def _report(parser: Parser) -> None:
     parser.example = "{run}"
     add = parser.add_argument
     add("run", nargs="+", type=_run, metavar="RUN", help="a run's folder")
-    add("--out", **_OUT, help="a new or empty folder; default for one run: report in its folder")
+    add(
+        "--out",
+        type=_new_folder,
+        metavar="FOLDER",
+        help="a new or empty folder; default for one run: report in its folder",
+    )
     add("--labels", nargs="+", metavar="LABEL", help="one per run; default: the folders' names")
 
 
@@ -256,38 +325,73 @@ def _export(parser: Parser) -> None:
     parser.example = "{run}"
     add = parser.add_argument
     add("run", type=_run, metavar="RUN", help="a run's folder")
-    add("--round", **_INT, help="round of the checkpoint; default: the newest")
-    add("--trainer", **_INT, help="id of a trainer in the ledger; default: the consensus model")
-    add("--config", **_ENTRIES)
-    add("--out", **_OUT, help="a new or empty folder; default: export in the run's folder")
-    add("--merge", **_FLAG, help="of a run with an adapter, write the whole model")
-    text = "of the written weights; default: that of init_from, or else float32"
-    add("--dtype", choices=("float32", "bfloat16"), help=text)
+    add("--round", type=int, metavar="N", help="round of the checkpoint; default: the newest")
+    add(
+        "--trainer",
+        type=int,
+        metavar="N",
+        help="id of a trainer in the ledger; default: the consensus model",
+    )
+    add("--config", type=_path, metavar="FILE", help=_ENTRIES_HELP)
+    add(
+        "--out",
+        type=_new_folder,
+        metavar="FOLDER",
+        help="a new or empty folder; default: export in the run's folder",
+    )
+    add("--merge", action="store_true", help="of a run with an adapter, write the whole model")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the written weights; default: that of init_from, or else float32",
+    )
     size = _matching(r"[1-9]\d*[KMGT]B", "500MB")
-    text = "of the largest file; default: 5GB"
-    add("--shard-size", type=size, default="5GB", metavar="SIZE", help=text)
+    add(
+        "--shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="of the largest file; default: 5GB",
+    )
 
 
 def _generate(parser: Parser) -> None:
     """Writes text with a run's export, or with another Llama in Hugging Face layout."""
     parser.example = '{run} --prompt "Once upon a time"'
     add = parser.add_argument
-    text = "a run's folder, a folder in Hugging Face layout, or a hub name"
-    add("model", metavar="MODEL", help=text)
+    add(
+        "model",
+        metavar="MODEL",
+        help="a run's folder, a folder in Hugging Face layout, or a hub name",
+    )
     add("--prompt", default="", metavar="TEXT", help="beginning of the text")
-    text = "a question, by the chat template; without TEXT: those that you type, until ^D"
-    add("--chat", nargs="?", const="", metavar="TEXT", help=text)
-    add("--tokens", **_INT, default=100, help="most tokens to write (default: 100)")
-    text = "number of texts to write (default: 3; of answers to --chat 1)"
-    add("--samples", **_INT, help=text)
-    text = "temperature of sampling; 0: the most likely token (default: 0.8)"
-    add("--temperature", type=float, default=0.8, metavar="X", help=text)
-    add("--seed", **_INT, default=0, help="random seed (default: 0)")
-    add("--config", **_ENTRIES)
+    add(
+        "--chat",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="a question, by the chat template; without TEXT: those that you type, until ^D",
+    )
+    add("--tokens", type=int, metavar="N", default=100, help="most tokens to write (default: 100)")
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="number of texts to write (default: 3; of answers to --chat 1)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="temperature of sampling; 0: the most likely token (default: 0.8)",
+    )
+    add("--seed", type=int, metavar="N", default=0, help="random seed (default: 0)")
+    add("--config", type=_path, metavar="FILE", help=_ENTRIES_HELP)
 
 
-# Declares the options of each command, which its docstring describes.
-COMMANDS = {
+# By command, the function that declares its options.
+COMMANDS: dict[str, Callable[[Parser], None]] = {
     "train": _train,
     "plan": _plan,
     "configs": _configs,
@@ -300,6 +404,7 @@ COMMANDS = {
 
 
 def _parser() -> Parser:
+    """Make the parser of the whole command line, with a parser for each command."""
     parser = Parser(
         prog="adloco",
         description="Trains language models with AdLoCo (arXiv 2508.18182).",
@@ -310,6 +415,6 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, declare in COMMANDS.items():
         text = inspect.getdoc(declare) or ""
-        help = text.partition("\n")[0]
-        declare(commands.add_parser(name, help=help, description=text))
+        first_line, _, _ = text.partition("\n")
+        declare(commands.add_parser(name, help=first_line, description=text))
     return parser

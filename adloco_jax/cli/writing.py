@@ -25,7 +25,7 @@ class Writer:
     params: PyTree
     base: Any  # frozen weights; None if there are none
     tokenizer: Tokenizer
-    ends: frozenset[int]  # ids at which a text ends
+    ends: frozenset[int]  # ids of tokens that end a text; a text is cut before the first of them
     num_tokens: int  # most tokens to write
     temperature: float  # 0: the most likely token
     seed: int
@@ -35,7 +35,7 @@ def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) 
     """Load a model from a folder in Hugging Face layout; raise ConfigError if it is no Llama."""
     loaded = hf.load(folder, as_trained=True, key="model")
     network = loaded.network
-    if loaded.base is not None:
+    if loaded.base is not None:  # its layers have the form that suits frozen weights here
         network = network.clone(layer_form=layer_form(here()))
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{folder}: a {type(network).__name__} writes no text")
@@ -54,51 +54,65 @@ def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) 
 
 
 def complete(writer: Writer, text: str, *, num_samples: int) -> None:
-    """Print a text with its continuations."""
+    """Print a text with each of `num_samples` continuations."""
     tokenizer = writer.tokenizer
     (ids,) = tokenizer.encode_batch([_valid(text)])
+    # `prefix` and `suffix` are ids that the tokenizer puts around each text.
     prompt = [*tokenizer.prefix, *ids, *tokenizer.suffix]
-    shown_from = len(tokenizer.prefix)
-    if not prompt:  # the beginning of a document
+    num_hidden = len(tokenizer.prefix)  # first tokens, which are not printed
+    if not prompt:  # the model then begins a document, as after the end of another
         prompt = [tokenizer.eot_id]
-        shown_from = 1
-    rows = _continued(writer, prompt, num_samples, writer.ends, option="--prompt")
-    _print_texts([tokenizer.decode(row[shown_from:]) for row in rows])
+        num_hidden = 1
+    samples = _continued(writer, prompt, num_samples, writer.ends, option="--prompt")
+    _print_texts([tokenizer.decode(ids[num_hidden:]) for ids in samples])
 
 
 def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
-    """Print answers to each question by the tokenizer's chat template.
+    """Print `num_samples` answers to each question by the tokenizer's chat template.
 
-    A question follows the questions before, each with the last of its answers.
+    The chat goes on: the model reads all earlier questions, each with the last of its answers.
     """
     tokenizer = writer.tokenizer
     assert tokenizer.render is not None, "the caller has looked for a chat template"
-    ends = writer.ends.union(tokenizer.turn_end)
+    ends = writer.ends.union(tokenizer.turn_end)  # also the ids that end a turn
     turns: list[dict[str, str]] = []
     for question in questions:
         turns.append({"role": "user", "content": _valid(question)})
-        (ids,) = tokenizer.encode_batch([tokenizer.render(turns, prompts=True)])
+        # The text of all turns, until where an answer begins.
+        chat_text = tokenizer.render(turns, prompts=True)
+        (ids,) = tokenizer.encode_batch([chat_text])
         prompt = list(ids) or [tokenizer.eot_id]
-        rows = _continued(writer, prompt, num_samples, ends, option="--chat")
-        answers = [tokenizer.decode(row[len(prompt) :]) for row in rows]
+        samples = _continued(writer, prompt, num_samples, ends, option="--chat")
+        answers = [tokenizer.decode(ids[len(prompt) :]) for ids in samples]
         _print_texts(answers)
         turns.append({"role": "assistant", "content": answers[-1]})
 
 
 def _valid(text: str) -> str:
-    """Replace what is not UTF-8, which a command line need not be."""
+    """Replace what is not UTF-8 by a sign for it; words of a command line may be any bytes."""
     return os.fsencode(text).decode(errors="replace")
 
 
 def _continued(
     writer: Writer, prompt: Sequence[int], num_samples: int, ends: frozenset[int], *, option: str
 ) -> list[np.ndarray]:
-    """Return the prompt with each sample, without the first id that ends it and what follows.
+    """Continue a prompt with `num_samples` samples of the model.
 
-    `option`, which gave the prompt, is named in the message of a ConfigError.
+    Args:
+      writer: The model and the options of sampling.
+      prompt: Ids of the prompt's tokens, at least one.
+      num_samples: Number of samples.
+      ends: Ids at which a sample ends.
+      option: The option that gave the prompt, for messages.
+
+    Returns:
+      For each sample the ids of the prompt and of what the model wrote, before the first of `ends`.
+
+    Raises:
+      ConfigError: If the prompt is too long, or the tokenizer has more ids than the model.
     """
     network = writer.network
-    room = network.max_length - len(prompt)
+    room = network.max_length - len(prompt)  # tokens that the model can write after the prompt
     if room < 1:
         raise ConfigError(
             f"{option}: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
@@ -108,26 +122,29 @@ def _continued(
         raise ConfigError(
             f"{writer.folder}: the tokenizer has {num_ids} ids, the model {network.vocab_size}"
         )
+    prompt_BL = np.tile(np.array(prompt, np.int32), (num_samples, 1))  # the same in each row
     tokens_BL = llama.generate(
         network,
         writer.params,
-        np.tile(np.array(prompt, np.int32), (num_samples, 1)),
+        prompt_BL,
         num_tokens=min(writer.num_tokens, room),
         temperature=writer.temperature,
         key=jax.random.key(writer.seed),
         ends=sorted(ends),
         base=writer.base,
     )
-    rows = []
+    samples = []
     for row in np.asarray(tokens_BL):
-        found = np.flatnonzero(np.isin(row[len(prompt) :], sorted(ends)))
-        if found.size:
-            row = row[: len(prompt) + found[0]]
-        rows.append(row)
-    return rows
+        written = row[len(prompt) :]
+        end_positions = np.flatnonzero(np.isin(written, sorted(ends)))
+        if end_positions.size:
+            row = row[: len(prompt) + end_positions[0]]
+        samples.append(row)
+    return samples
 
 
 def _print_texts(texts: Sequence[str]) -> None:
+    """Print texts; of several, each below a line with its number."""
     for number, text in enumerate(texts, start=1):
         if len(texts) > 1:
             print(f"-- sample {number} of {len(texts)} ".ljust(72, "-"))
