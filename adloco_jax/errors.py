@@ -13,8 +13,8 @@ from typing import NoReturn
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)  # of this process, of this machine
 
-# Patterns of secrets in addresses and in messages of libraries, with the texts that replace them.
-# Secrets are never shown or saved.
+# Patterns of secrets in addresses and in messages of libraries, with the texts that replace them;
+# \1 is what the first parentheses of a pattern matched. Secrets are never shown or saved.
 _SECRETS = {
     r"(\w://)[^\s/@]+@": r"\1",  # user and password
     # The query of an address, which may have a signature; a name in a bucket may have a "?".
@@ -33,8 +33,12 @@ def without_secrets(text: str) -> str:
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """Return an error's message (else its class) on one line, cut at `limit`, without secrets."""
-    return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
+    """Return an error's message on one line, without secrets, cut at `limit` characters.
+
+    An error without a message gives the name of its class.
+    """
+    line = " ".join(str(error).split())
+    return without_secrets(line)[:limit] or type(error).__name__
 
 
 def remedy(error: BaseException) -> str:
@@ -46,7 +50,9 @@ def remedy(error: BaseException) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun, which has an s unless the number is 1."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def in_bytes(value: float) -> str:
@@ -62,7 +68,8 @@ def in_bytes(value: float) -> str:
 def check_installed(package: str, extra: str, where: str) -> None:
     """Raise ConfigError unless a package is installed that comes with an extra of this one.
 
-    Without an extra, it comes with this package where there is a wheel of it.
+    Without an extra (""), it comes with this package where there is a wheel of it. `where` says
+    what needs the package, at the beginning of the message.
     """
     if importlib.util.find_spec(package) is not None:
         return
@@ -75,14 +82,18 @@ def check_installed(package: str, extra: str, where: str) -> None:
 
 @contextlib.contextmanager
 def own_code(what: str) -> Iterator[None]:
-    """Raise ConfigError for an error in a user's function: `what`, the error, and its line."""
+    """Raise ConfigError for an error in a user's function, called in the `with` block.
+
+    The message has `what`, which names the function, the error, and the line of the user's code. A
+    UserError is raised as it is.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # deliberately broad, because the function is arbitrary
         line = f"{what}: {reason(error)}"
-        if type(error) is not ValueError:
+        if type(error) is not ValueError:  # of a ValueError, the message suffices
             line = f"{what}: {type(error).__name__}: {reason(error)}"
         place = own_line(error)
         if place:
@@ -91,7 +102,7 @@ def own_code(what: str) -> Iterator[None]:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback that is in no library; empty: none."""
+    """Return file and line of an error's traceback, the innermost in no library; empty: none."""
     # Python's own library, this package, and modules that are built into the interpreter.
     libraries = (sysconfig.get_path("stdlib"), os.path.dirname(__file__), "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -152,8 +163,10 @@ class Preempted(UserError):
 def end_process(error: BaseException | None) -> NoReturn:
     """Say why this process ends, and end it; for a thread that fails, which nobody waits for."""
     if isinstance(error, UserError):
-        text, exit_code = f"{error}\n", error.exit_code
+        text = f"{error}\n"
+        exit_code = error.exit_code
     else:
-        text, exit_code = "".join(traceback.format_exception(error)), 1
+        text = "".join(traceback.format_exception(error))
+        exit_code = 1
     print(without_secrets(text), end="", file=sys.stderr, flush=True)
     os._exit(exit_code)

@@ -30,9 +30,15 @@ _MODULES = {"train": "train", "plan": "train"}
 
 
 def command() -> NoReturn:
-    """Run `main` as the main program of a process, and exit with the code that it returns."""
+    """Run `main` as the main program of a process, and exit with the code that it returns.
+
+    What only a main program may do is done here: streams, signals, hooks for errors, and an exit
+    that does not wait for threads of libraries.
+    """
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed stream is None
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before this process began
+            stream = open(os.devnull, "w")
         # A character that the encoding of the output lacks must not end the command with an error.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
@@ -40,7 +46,7 @@ def command() -> NoReturn:
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
     # Also for a job in the background, which a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, _interrupt)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
     try:
         code = main()
     # Deliberately broad: this prints the traceback that Python would print. Python must not end the
@@ -52,8 +58,9 @@ def command() -> NoReturn:
             code = 1
     # The module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.host.processes")
-    together = processes is None or processes.all_end()
-    # A library that ran out of files or memory may leave a thread that never ends.
+    together = processes is None or processes.all_end()  # whether all processes of the run end
+    # JAX's exit waits for processes that do not end. A library that ran out of files or memory may
+    # leave a thread that never ends. So the process is ended without cleaning up.
     if code in (ResourceError.exit_code, _CLOSED_PIPE) or not together:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the terminal may be closed
@@ -63,9 +70,13 @@ def command() -> NoReturn:
 
 
 def _interrupt(*_: object) -> NoReturn:
-    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`)."""
+    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`).
+
+    The exit code is that of a program that the signal ends. A signal may come while Python holds
+    the lock of a stream, so the line is written past the streams.
+    """
     with contextlib.suppress(OSError):
-        os.write(2, b"interrupted\n")
+        os.write(2, b"interrupted\n")  # to the standard error
     os._exit(128 + signal.SIGINT)
 
 
@@ -76,21 +87,27 @@ def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _is_closed_pipe(error: BaseException) -> bool:
-    """Whether an error means that nobody reads this process's output any more."""
+    """Return whether an error means that nobody reads this process's output any more.
+
+    A BrokenPipeError alone may come from another pipe, such as that to a process started here.
+    """
     output = select.poll()
-    for number in (1, 2):
-        output.register(number, 0)  # errors are always reported
+    for descriptor in (1, 2):  # standard output and error
+        output.register(descriptor, 0)  # no events asked for; errors are always reported
     broken = any(event & select.POLLERR for _, event in output.poll(0))
     return isinstance(error, BrokenPipeError) and broken
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0, or the code of the `UserError` printed.
+    """Run a command line; return the exit code: 0, or that of the error that was printed.
 
-    `argv` lacks the program's name. None: the arguments of the process.
+    `argv` lacks the program's name. None: the arguments of the process. Errors that a user can do
+    nothing about are raised.
     """
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(argv)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -106,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # memory that JAX may use is exhausted.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        how = f"; {errors.remedy(error)}" if getattr(error, "filename", None) else ""
-        print(f"out of resources: {reason(error)}{how}", file=sys.stderr)
+        line = f"out of resources: {reason(error)}"
+        if getattr(error, "filename", None):
+            line += f"; {errors.remedy(error)}"
+        print(line, file=sys.stderr)
         return ResourceError.exit_code
 
 

@@ -14,9 +14,14 @@ from adloco_jax.run.join import join
 
 
 def main() -> int:
-    """Join the run that the driver names on the standard input; return the exit code."""
+    """Join the run that the driver names on the standard input; return the exit code.
+
+    The input is a line of JSON: the `address` to join at, the run's `secret` if it has one, the
+    `key` by which the driver knows this learner, and the config files that the driver executed.
+    """
+    # An error on another thread must end the process, because nobody waits for the thread.
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
     start = json.loads(sys.stdin.buffer.readline())
     end_with_parent()
     if start["secret"]:
@@ -27,7 +32,8 @@ def main() -> int:
         join(
             start["address"],
             own={},
-            accepts_data=True,  # the driver, on this computer, reads the same
+            # The driver, on this computer, reads the same data and has the same files.
+            accepts_data=True,
             patience_s=math.inf,
             key=bytes.fromhex(start["key"]),
             has_files=True,

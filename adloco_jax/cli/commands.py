@@ -31,7 +31,7 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def ticket(options: argparse.Namespace, command: str) -> None:
-    """Print the ticket of a run."""
+    """Print the ticket of a run, a text with which other computers can join it."""
     path = Path(options.run) / "learners" / "ticket"
     if not path.exists():
         raise ConfigError(f"{path}: missing; a run has a ticket once engine.kind=direct has begun")
@@ -49,7 +49,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def join(options: argparse.Namespace, command: str) -> None:
-    """Train for a run until it is over, or a signal asks to leave."""
+    """Train for a run, of another process, until it is over or a signal asks to leave."""
     from adloco_jax.run.join import OWN, join
 
     add_entries(options.config)
@@ -98,7 +98,11 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 
 def generate(options: argparse.Namespace, command: str) -> None:
-    """Generate text with a Llama from a folder in Hugging Face layout, such as a run's export."""
+    """Generate text with a Llama from a folder in Hugging Face layout, such as a run's export.
+
+    `options.chat` is a question to answer, "" if a person types questions, or None: then
+    `options.prompt` is continued.
+    """
     from adloco_jax.cli.writing import chat, complete, load_writer
     from adloco_jax.run.kept.folder import refuse_fit
 

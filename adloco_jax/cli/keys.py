@@ -15,19 +15,22 @@ from adloco_jax.settings import FOUND, GROUPS, INT32, OPTIONS, Config, default_o
 def override(config: ConfigDict, key: str, text: str) -> None:
     """Convert the text of a value on the command line, and set a key of a config to the value.
 
-    Text that does not fit the key's type is set as it is, for `validate`, which also refuses a
-    group that is none.
+    Text that does not fit the key's type is set as it is. `validate`, which is called later, says
+    what is wrong with it, and also what is wrong with a group that is no ConfigDict.
     """
     group, _, name = key.rpartition(".")
-    if group and group not in config:
-        with config.unlocked():
-            config[group] = ConfigDict()
-    holder = config[group] if group else config
+    holder = config  # where the key is set: the whole config, or its group
+    if group:
+        if group not in config:
+            with config.unlocked():
+                config[group] = ConfigDict()
+        holder = config[group]
     if not isinstance(holder, ConfigDict):
         return
+
     kind = plain_type(key)
     default = default_of(key)
-    value: object = text
+    value: object = text  # if it cannot be converted
     if default is None and text == "none":
         value = None
     elif default == "auto" and text == "auto":
@@ -45,22 +48,28 @@ def override(config: ConfigDict, key: str, text: str) -> None:
 
 def describe(key: str) -> str:
     """Describe a key for argparse: its meaning, allowed values and default."""
-    return f"{meaning(key)} Value: {allowed(key)}".replace("%", "%%")
+    text = f"{meaning(key)} Value: {allowed(key)}"
+    return text.replace("%", "%%")  # argparse replaces a single "%"
 
 
 def allowed(key: str) -> str:
     """Describe in words the values that a key of the config may have, and its default."""
     group, _, name = key.rpartition(".")
-    schema = _schema()["$defs"][GROUPS[group].__name__] if group else _schema()
+    schema = _schema()  # of the whole config
+    if group:
+        schema = schema["$defs"][GROUPS[group].__name__]
     default = default_of(key)
-    words = "unset" if default is None else repr(default)
     if key in FOUND:  # its default is looked for in the data or the checkpoint
         words = f"{FOUND[key].words}, else {OPTIONS[key].default!r}"
+    elif default is None:
+        words = "unset"
+    else:
+        words = repr(default)
     return f"{_in_words(schema['properties'][name])} (default: {words})"
 
 
 def unset(key: str) -> str:
-    """Say how to unset a key, if it can be."""
+    """Say how to unset a key, to be added to its description; empty if it cannot be unset."""
     default = default_of(key)
     if default is None:
         return "; unset with =none"
@@ -72,6 +81,7 @@ def unset(key: str) -> str:
 
 
 _schema = functools.cache(Config.model_json_schema)
+# Words for types and limits of a JSON schema.
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
@@ -87,8 +97,11 @@ _LIMITS = {
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    """Describe the values that a JSON schema allows, such as "a whole number, at least 1"."""
-    if "anyOf" in schema:
+    """Describe the values that a JSON schema allows, such as "a whole number, at least 1".
+
+    `schema` is that of a key of the config.
+    """
+    if "anyOf" in schema:  # a type or null, which stands for an unset key
         schema, _null = schema["anyOf"]
     names = schema.get("enum") or schema.get("examples")
     if names:
@@ -101,6 +114,7 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "minLength" in schema:
         words.append("not empty")
     for name, limit in _LIMITS.items():
-        if schema.get(name, INT32) != INT32:  # of all whole numbers, so not worth a word
+        # Every whole number has the limit INT32, which is not worth a word.
+        if name in schema and schema[name] != INT32:
             words.append(f"{limit} {schema[name]:.12g}")
     return ", ".join(words)

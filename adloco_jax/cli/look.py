@@ -1,6 +1,8 @@
 """The process in which a driver looks at its accelerator, before a learner here takes it.
 
-It reads settings from the standard input, and prints what fits in a line of JSON.
+Its input is a line of JSON: the run's `settings`, and the config files that the driver executed.
+Its output is a line of JSON: the values of `model.base_dtype` and `model.remat` with which a worker
+fits.
 """
 
 import json
@@ -17,17 +19,17 @@ from adloco_jax.errors import UserError
 
 
 def main() -> int:
-    """Choose `model.base_dtype` and `model.remat` as one worker on these devices needs them."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    """Print the choice as one worker on these devices needs it; return the exit code."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
     asked = json.loads(sys.stdin.buffer.readline())
     try:
         for config in asked["configs"]:
             add_entries(config)
         settings = completed(validate(with_tuples(asked["settings"])), reads=False)
-        alone = {"num_trainers": 1, "num_workers": 1}
-        ensemble = settings.ensemble.model_copy(update=alone)
-        use_compilation_cache()
+        # A learner has one worker at a time.
+        ensemble = settings.ensemble.model_copy(update={"num_trainers": 1, "num_workers": 1})
         settings = settings.model_copy(update={"ensemble": ensemble})
+        use_compilation_cache()
         settings, choice = fitting_choice(settings, here())
         choice.programs.close()
     except UserError as error:

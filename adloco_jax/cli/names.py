@@ -19,7 +19,7 @@ SHIPPED = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder contains a run."""
+    """Return whether a folder contains a run, which has a ledger."""
     return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
 
 
@@ -35,13 +35,15 @@ def find_config(name: str) -> Path:
     Raises:
       ConfigError: If there is no such file. The message lists the package's configs.
     """
+    # A path from here or from the package's folder, such as configs/quickstart.py, or a name.
     for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
             return path
     known = sorted(file.stem for file in SHIPPED.glob("[!_]*.py"))
+    nearest = difflib.get_close_matches(Path(name).stem, known, n=1)  # one name, or none
     meant = ""
-    for nearest in difflib.get_close_matches(Path(name).stem, known, n=1):  # one, or none
-        meant = f"did you mean {nearest}? "
+    if nearest:
+        meant = f"did you mean {nearest[0]}? "
     raise ConfigError(
         f"--config {name}: no such file; {meant}those that come with adloco_jax: {', '.join(known)}"
     )
@@ -50,7 +52,7 @@ def find_config(name: str) -> Path:
 def load_config(path: Path, **arguments: str) -> ConfigDict:
     """Run the Python file of a config, and return what its `get_config` makes of arguments.
 
-    These are forwarded: which there are, such as `size`, the file says.
+    Arguments, such as `size`, are forwarded, because each file has its own.
 
     Raises:
       ConfigError: If the file raises an error or lacks the function, or the result is no config.
@@ -71,21 +73,29 @@ def add_entries(name: str | None) -> None:
 
 
 def _executed(path: Path, **arguments: str) -> object:
-    """Run a config file; return what its `get_config` makes of the arguments, None without one."""
+    """Run a config file; return what its `get_config` makes of the arguments, None without one.
+
+    The file is recorded as executed, so that learners run it, too. Raises ConfigError for an error
+    in the file, with its line.
+    """
     # The parent of the config's folder is added to the import path, so that a config can import
     # other configs in this folder.
     root = str(path.resolve().parent.parent)
     sys.path.insert(0, root)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
-        config = get_config(**arguments) if callable(get_config) else None
-        executed.append(path.resolve())  # only a file without a fault; other processes run it, too
+        config = None
+        if callable(get_config):
+            config = get_config(**arguments)
+        executed.append(path.resolve())  # only a file without a fault
         return config
     # Deliberately broad, because a config file is arbitrary Python.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        where = str(path)
+        if lines:
+            where = f"{path}, line {lines[-1]}"
         # The error of a locked ConfigDict lists all fields before it names the nearest one. This
         # list is removed.
         text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")

@@ -42,7 +42,11 @@ def configure(options: argparse.Namespace) -> tuple[Path, Config]:
 
 
 def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
-    """Find and run a config file; `size` is for those that have sizes."""
+    """Find and run a config file; return its path, and the config.
+
+    `name` is a path or the name of a config of the package, `size` the argument of those that have
+    sizes. None: not given on the command line.
+    """
     if name is None:
         raise ConfigError(
             "no config; write: adloco train quickstart, or another name that adloco configs"
@@ -55,7 +59,10 @@ def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
-    """Read the config of a named run, and set the run as `workdir`."""
+    """Read the recorded config of a named run; return its folder, and the config.
+
+    Sets `options.workdir` to the folder, so that the run is resumed there.
+    """
     from adloco_jax.run.kept.folder import recorded_config
 
     run = Path(options.name)
@@ -69,7 +76,10 @@ def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
 
 
 def train(options: argparse.Namespace, command: str) -> None:
-    """Train a run, or resume it; a finished one has only its table and report made again."""
+    """Train a run, or resume it; a finished one has only its table and report made again.
+
+    `command` is the command line, which the run records.
+    """
     path, settings = configure(options)
     _connect(options, needs_folder=True)
     # Imported only here, so that an error in the config is reported before JAX is imported.
@@ -78,22 +88,27 @@ def train(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.run.kept.folder import earlier, finished, how_to_resume
     from adloco_jax.study import report
 
-    folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if options.workdir is None:
+    folder = options.workdir
+    if folder is None:
+        folder = f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        # Runs of the same command, the newest of each kind, or None.
         unfinished, complete = earlier(runs_in("runs"), command)
         if unfinished:
             how = how_to_resume(unfinished)
             print(f"{unfinished}: an unfinished run of this command; to resume it: {how}")
         elif complete:
             print(f"{complete}: a finished run of this command; {folder} starts anew")
+
     accept_config_change = options.accept_config_change
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
+    # Lines on damaged checkpoints of a finished run; None if the run is not finished. All processes
+    # go by what process 0 has found.
     damage = processes.run_on_all(
         lambda: finished(folder, settings, accept_config_change=accept_config_change)
     )
     damage = processes.broadcast(damage)
-    if damage is None:  # not finished
+    if damage is None:
         training.train(
             settings,
             folder,
@@ -102,6 +117,7 @@ def train(options: argparse.Namespace, command: str) -> None:
             accept_data_change=options.accept_data_change,
         )
         return
+
     if processes.is_first():
         print(f"{folder}: already finished; nothing was trained")
         for line in damage:
@@ -111,7 +127,10 @@ def train(options: argparse.Namespace, command: str) -> None:
 
 
 def plan(options: argparse.Namespace, command: str) -> None:
-    """Print the plan of a run."""
+    """Print the plan of a run: its memory and communication, and a round's seconds over a link.
+
+    With `--device` the plan is for devices that are not here, and no rows are prepared.
+    """
     if options.save is not None and not options.device:
         raise ConfigError("--save: saves a plan for devices; add --device KINDxN")
     if options.device is not None:
@@ -138,7 +157,10 @@ def plan(options: argparse.Namespace, command: str) -> None:
 
 
 def _plan_devices(options: argparse.Namespace) -> None:
-    """Print the kinds of devices that are known, or the plan of a run on one that is not here."""
+    """Print the plan of a run on devices that are not here; without a kind, the kinds that exist.
+
+    Raises ResourceError, after all is printed and saved, if the run does not fit there.
+    """
     with _without_native_messages():
         from adloco_jax.run.before.estimate import check_kind, device_plan, kinds
 
@@ -178,7 +200,11 @@ def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
 
 
 def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
-    """Connect the processes of a run, if the command line names several; then check the devices."""
+    """Connect the processes of a run, if the command line names several; then check the devices.
+
+    `needs_folder`: several processes must be given the run's folder, which each would else name by
+    its own clock.
+    """
     address = (options.coordinator, options.num_processes, options.process_id)
     if options.distributed or any(value is not None for value in address):
         from adloco_jax.host import processes
@@ -196,15 +222,20 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Discard what JAX and XLA write to the standard error, as long as the `with` block runs."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # set before JAX is imported, because JAX looks for devices
-    kept = os.dup(2)
+    """Discard what JAX and XLA write to the standard error, as long as the `with` block runs.
+
+    They write to the file descriptor, past `sys.stderr`. JAX, which is imported in the block, is
+    told not to look for devices.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    stderr = 2  # its file descriptor
+    kept = os.dup(stderr)
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+        os.dup2(nowhere.fileno(), stderr)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
+        os.dup2(kept, stderr)
         os.close(kept)
 
 
@@ -222,7 +253,8 @@ def require_devices() -> None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
+        cause = reason(error, limit=200)
         raise ConfigError(
-            f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({reason(error, 200)}); unset it, or"
+            f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({cause}); unset it, or"
             " install the extra for the device (docs/start.md)"
         ) from error

@@ -72,10 +72,16 @@ def begin(
 ) -> Attempt:
     """Begin an attempt: restore the newest checkpoint, or else start the run.
 
-    `stack` closes what the attempt opens; `stop` is set by a signal. Raises UserError as `train`
-    does.
+    Raises UserError as `train` does.
+
+    Args:
+      run: What the attempts share: settings, data, model and folder.
+      stack: Closes what the attempt opens.
+      stop: Is set by a signal.
+      failures: Of earlier attempts.
     """
     settings = run.settings
+    # The clock of the run starts with its first attempt; a later one counts from here.
     start_s = time.perf_counter() if failures.faults else run.began_s
     sample = sampler(run)
     content, damage, end = restore(run)
@@ -85,7 +91,9 @@ def begin(
     had_ledger = (run.workdir / "ledger.jsonl").exists()
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
-    saved_control = None if content is None else content.state.control
+    saved_control = None
+    if content is not None:
+        saved_control = content.state.control
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, saved_control, progress))
 
     control, programs = begin_control(
@@ -103,18 +111,19 @@ def begin(
     peak_tokens_per_s = math.nan  # not known
     if settings.engine.kind == "local" and not run.by_fit:
         peak_tokens_per_s = most_tokens_per_s(programs.spec)
-    earlier_s = 0.0
-    loss = None
+    earlier_s = 0.0  # seconds of the run in earlier processes, and its last held-out loss
+    loss = math.nan
     if content is not None:
         earlier_s = content.host.wall_s
-        loss = content.host.loss
+        if content.host.loss is not None:
+            loss = content.host.loss
     recorder = observers.Recorder(
         settings=settings,
         engine=engine,
         ledger=ledger,
         progress=progress,
         start_s=start_s - earlier_s,
-        loss=math.nan if loss is None else loss,
+        loss=loss,
         most_tokens_per_s=peak_tokens_per_s,
     )
     # A finished run whose checkpoint is damaged trains again.
@@ -160,7 +169,10 @@ def begin(
 def _first_lines(
     run: Run, spec: ProgramSpec, control: Control, peak_tokens_per_s: float
 ) -> list[str]:
-    """Describe the run on the terminal before its first round."""
+    """Return lines for the terminal that describe the run before its first round.
+
+    `peak_tokens_per_s` is the speed at the peak of the devices, NaN if it is not known.
+    """
     settings = run.settings
     lines = []
     if spec.machine.platform != "cpu":
@@ -190,7 +202,10 @@ def _make_engine(
     stop: threading.Event,
     ledger: Ledger,
 ) -> observers.RunEngine:
-    """Make the engine that `engine.kind` names."""
+    """Make the engine that `engine.kind` names: of this program's devices, or of learners.
+
+    `stop`, which a signal sets, ends a round within it, and `ledger` gets lines on learners.
+    """
     if run.settings.engine.kind == "local":
         is_alone = jax.process_count() == 1
 
@@ -209,19 +224,23 @@ def _make_engine(
         )
     model = run.settings.model
     data = run.settings.data
-    # Learners load the configured corpus themselves.
-    corpus = None if isinstance(run.corpus, Corpus) else run.corpus
+    corpus = run.corpus
+    if isinstance(corpus, Corpus):
+        corpus = None  # learners load the configured corpus themselves
+    frozen_from = ""  # the checkpoint that has frozen weights
+    if run.settings.adapter.rank:
+        frozen_from = model.init_from
     setup = LearnerSetup(
         settings=run.settings,
         spec=run.spec,
         corpus=corpus,
-        base=run.model.base._replace(params=None),
+        base=run.model.base._replace(params=None),  # learners load frozen weights themselves
         by_fit=run.by_fit,
         commit=getattr(run.corpus, "commit", ""),
         fingerprint=run.corpus.fingerprint,
         entries=(ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
         log=str(run.workdir.resolve() / "learners"),
-        files=files_of(run.corpus, model.init_from if run.settings.adapter.rank else ""),
+        files=files_of(run.corpus, frozen_from),
     )
     return ElasticEngine(setup, programs, heldout, ledger.write)
 
@@ -229,7 +248,11 @@ def _make_engine(
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
 ) -> Ledger:
-    """Record the config again, open the ledger and its trackers; only process 0 writes."""
+    """Record the config again, open the ledger and its trackers; only process 0 writes.
+
+    Lines on rounds after those of `control`, the state in the checkpoint, are removed from the
+    ledger; None: on all rounds. `stack` closes the ledger and the trackers.
+    """
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     write_config(
@@ -246,6 +269,7 @@ def _open_ledger(
     ledger = stack.enter_context(Ledger(path))
 
     def drop(name: str, at_round: int, cause: str) -> None:
+        """Say that a tracker raised an error and is used no more."""
         ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
         progress.note(f"log.{name} is off from here on: {cause}")
 
@@ -258,11 +282,13 @@ def _open_ledger(
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Return the failures with this one; raise if the run should not be tried again.
+    """Return the failures `before` with this one; raise if the run should not be tried again.
 
-    After memory ran out, the micro-batch is halved: ResourceError if it was one sequence, or if
-    there are several processes, which must all start again, and a config has at least the first
-    batch. Another error is raised if it came twice in the same round.
+    After memory ran out, the next attempt has half the micro-batch. The run is not tried again if:
+
+    - the micro-batch was one sequence when memory ran out: ResourceError
+    - there are several processes, which must all start again: ResourceError
+    - another error came twice in the same round: the error itself
     """
     control = attempt.recorder.engine.control_before
     index = control.round + 1
@@ -270,7 +296,9 @@ def after_failure(
     cause = reason(error)
     is_memory = "RESOURCE_EXHAUSTED" in str(error)
     are_several = jax.process_count() > 1
-    smallest = run.settings.batching.initial_batch_size if are_several else 1
+    smallest = 1  # the least micro-batch that can be tried next
+    if are_several:  # it must be set as batching.max_batch_size, which is at least the first batch
+        smallest = run.settings.batching.initial_batch_size
     end = ""  # why the run ends here; empty: it is tried again
     if is_memory and size <= smallest:
         end = (
@@ -322,7 +350,7 @@ def require_equal_processes(run: Run) -> None:
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(run.model.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
-    values = {}
+    values = {}  # what must be equal, by the name that the message gives it
     for key, value in run.settings.flat().items():
         if key not in ("data.path", "data.heldout_path"):  # may lie elsewhere on each machine
             values[key] = repr(value)

@@ -44,25 +44,35 @@ def join(
 ) -> None:
     """Train for a run until it is over, or a signal asks to leave.
 
-    `url` is the address of a bucket, or a ticket; `key`, by which the driver of a ticket knows this
-    learner, is by default the user's. `own` has this machine's values of settings in `OWN`, if they
-    differ; `workdir`, logs of the rows read; `parts` are for a run of `fit`. Raises ConfigError if
-    the bucket, ticket, key, version, data, weights or table entries do not fit, or an address of
-    data is not in `own`, without `accepts_data`; ResourceError if the driver cannot be reached, or
-    after `patience_s` seconds without it; and as `assemble` does. Files that the driver serves are
-    read from it, unless `own` names them, they are on the hub, or this machine `has_files`.
+    Files that the driver serves are read from it, unless `own` names them, they are on the hub, or
+    this machine `has_files`.
+
+    Args:
+      url: The address of a bucket, or a ticket.
+      own: This machine's values of settings in `OWN`, if they differ from the driver's.
+      accepts_data: Whether data may be read at addresses that only the driver names.
+      workdir: Folder for a log of the rows read; None: no log.
+      patience_s: Seconds to wait for a driver that does not answer.
+      parts: Makes model and rows of a run of `fit`; None: the run is one of `train`.
+      key: By which the driver of a ticket knows this learner; None: the user's.
+      has_files: Whether this machine has the driver's files at the same paths.
+
+    Raises:
+      ConfigError: If the bucket, ticket, key, version, data, weights or table entries do not fit,
+        or data would be read at an address that is not accepted; and as `assemble` does.
+      ResourceError: If the driver cannot be reached, or after `patience_s` without it.
     """
     with opened(url, patience_s, key) as bucket:
         is_over = False
         while not is_over:  # a driver that begins another run, in place of this, is joined again
             with processes.stop_requests("leaving"):
                 run = read_run(bucket)
-            if run is None:
+            if run is None:  # a signal came first
                 return
-            bucket.signatures.run = run.id
+            bucket.signatures.run = run.id  # signatures of messages hold for this run alone
             try:
                 setup = learner_setup(bucket, run, own, accepts_data, parts, has_files=has_files)
-            except Refused as error:  # what the driver serves
+            except Refused as error:  # a file that the driver serves is not as it says
                 raise ConfigError(
                     f"{bucket.url}: {error}; start the driver again, or give this machine the files"
                 ) from error
@@ -71,7 +81,7 @@ def join(
 
 
 def _is_on_hub(flat: Mapping[str, Any], key: str) -> bool:
-    """Whether a setting, such as data.path, names something on the hub."""
+    """Return whether a setting, such as data.path, names something on the hub."""
     name = flat.get(key)
     return bool(name) and is_on_hub(name, key=key)
 
@@ -85,17 +95,26 @@ def learner_setup(
     *,
     has_files: bool = False,
 ) -> LearnerSetup:
-    """Build what the driver of a Ray cluster would send: settings, spec and data of the run."""
+    """Build what a learner needs: settings, spec, data and frozen weights of the run.
+
+    A driver of Ray would send it. Here the driver's description `run` has the settings, and this
+    machine reads data and weights itself, which must be those of the driver. The other arguments
+    are those of `join`; raises as `join` does, and Refused for a file that is served.
+    """
     check_version(bucket, run.adloco_jax)
     if run.by_fit != (parts is not None):
         way = "train: write adloco join"
         if run.by_fit:
             way = "fit: call adloco_jax.join there"
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
-    values: dict[str, Any] = {**flatten_dict(with_tuples(run.settings), sep="."), **own}
+    # By key such as data.path: the driver's settings, and this machine's in place of some.
+    values: dict[str, Any] = flatten_dict(with_tuples(run.settings), sep=".")
+    values.update(own)
 
-    # What is read from the driver: not what this machine has, or the hub.
-    served = set() if has_files else {file.kind for file in run.files}
+    # The kinds of files that are read from the driver: not what this machine or the hub has.
+    served = set()
+    if not has_files:
+        served = {file.kind for file in run.files}
     if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(values, "data.path"):
         served.discard(ROWS)
     if "model.init_from" in own or _is_on_hub(values, "model.init_from"):
@@ -105,7 +124,7 @@ def learner_setup(
 
     # What is read at an address that the driver chose needs this machine's consent.
     read = [key for key in OWN if key not in own]
-    if ROWS in served:
+    if ROWS in served:  # the driver has made rows of the data already
         read = ["model.init_from"]
     foreign = [key for key in read if "://" in str(values.get(key))]
     if foreign and not (accepts or run.by_fit):
@@ -116,21 +135,30 @@ def learner_setup(
         )
 
     settings = completed(validate(unflatten_dict(values, sep=".")), reads=False)
-    model, corpus = parts(settings) if parts else (None, None)
+    model = None  # None: as the settings say
+    corpus = None
+    if parts is not None:
+        model, corpus = parts(settings)
     if ROWS in served:
         num_classes = class_count(settings.model)
         corpus = ServedRows(bucket, run.files, settings, num_classes=num_classes)
-    here_too = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
-    corpus = here_too.corpus
-    base = here_too.model.base
-    if corpus.fingerprint != run.fingerprint:
+    own_run = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
+    base = own_run.model.base
+    if own_run.corpus.fingerprint != run.fingerprint:
         raise _other_files(bucket, "data", "data.path")
     if base.fingerprint != run.base:
         raise _other_files(bucket, "base weights", "model.init_from")
-    return LearnerSetup(settings, here_too.spec, corpus, base, run.by_fit)
+    return LearnerSetup(
+        settings=settings,
+        spec=own_run.spec,
+        corpus=own_run.corpus,
+        base=base,
+        by_fit=run.by_fit,
+    )
 
 
 def _other_files(bucket: Store, what: str, key: str) -> ConfigError:
+    """Return the error that data or weights differ; `key` is the setting that names them."""
     return ConfigError(
         f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
         f" by --config.{key} if they are elsewhere here"

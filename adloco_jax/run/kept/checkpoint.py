@@ -46,8 +46,11 @@ from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reaso
 from adloco_jax.host import processes
 
 FORMAT = 4  # is increased when older versions cannot read a newer run's folder
+# Names in the folder of checkpoints, of one that is being written; and in that of a checkpoint.
 _STAGING = ".staging"
-_ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
+_ARRAYS = "arrays"
+_HOST = "host.json"
+_MANIFEST = "manifest.json"
 
 T = TypeVar("T")
 
@@ -71,7 +74,8 @@ class CheckpointManifest(Format):
     files: dict[str, CheckpointFile]
 
 
-_FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
+# Errors that mean that a checkpoint cannot be written; Orbax reports a full disk as ValueError.
+_FAULTS = (OSError, ValueError, Damaged)
 
 
 class Saver:
@@ -80,9 +84,11 @@ class Saver:
     def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
         """Start the thread that writes; delete an incomplete checkpoint of an earlier process.
 
-        The `keep` newest are kept, and the one of the lowest loss. `on_saved` gets a ledger line's
-        fields: `round`, `bytes`, `blocked_s` (the run waited), `save_s` (until the end), on that
-        thread.
+        Args:
+          folder: Folder of the checkpoints.
+          keep: Number of newest checkpoints to keep, besides the one of the lowest loss.
+          on_saved: Called on the thread once a checkpoint is complete, with the fields of its line
+            in the ledger: `round`, `bytes`, `blocked_s` (the run waited) and `save_s` (in all).
         """
         self.folder = folder
         self._keep = keep
@@ -94,10 +100,16 @@ class Saver:
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
-        """Start to write a checkpoint once the last one is complete; arrays may then be donated.
+        """Start to write a checkpoint once the last one is complete.
 
-        Returns once Orbax has copied the arrays; the thread writes them and the other files.
-        Raises ResourceError if that save failed or this one cannot begin.
+        Returns once Orbax has copied the arrays, which may then be donated; the thread writes them
+        and the other files. Raises ResourceError if the last save failed or this one cannot begin.
+
+        Args:
+          round_index: Number of completed rounds, which names the checkpoint.
+          arrays: A dataclass of `flax.struct` whose fields are saved, such as `Ensemble`.
+          host: Content of `host.json`.
+          loss: Held-out loss after this round, if it was measured and is finite.
         """
         start_s = time.perf_counter()
         self.wait()
@@ -109,10 +121,11 @@ class Saver:
         blocked_s = time.perf_counter() - start_s
 
         def finish() -> None:
-            complete = functools.partial(self._finish, round_index, host, loss)
+            """Complete the checkpoint, on the thread, and tell it to `on_saved`."""
+            complete = functools.partial(self._complete, round_index, host, loss)
             with self._naming_errors(round_index):
-                written = self._orbax.wait_until_finished
-                _on_all("a checkpoint's arrays are written", _FAULTS, written)
+                wait_for_arrays = self._orbax.wait_until_finished
+                _on_all("a checkpoint's arrays are written", _FAULTS, wait_for_arrays)
                 size_bytes = _on_all("a checkpoint ends", _FAULTS, complete)
             line = {
                 "round": round_index,
@@ -130,9 +143,12 @@ class Saver:
         With `only_if_ended`, a save that is under way is left to itself.
         """
         pending = self._pending
-        if pending is not None and (pending.done() or not only_if_ended):
-            self._pending = None
-            pending.result()
+        if pending is None:
+            return
+        if only_if_ended and not pending.done():
+            return
+        self._pending = None
+        pending.result()
 
     def close(self) -> None:
         """Wait until the last save has ended, raise nothing, end the thread."""
@@ -141,7 +157,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _naming_errors(self, round_index: int) -> Iterator[None]:
-        """Turn an error in the `with` block into one that names the checkpoint."""
+        """Turn an error in the `with` block into a ResourceError that names the checkpoint."""
         try:
             yield
         except _FAULTS as error:
@@ -156,10 +172,11 @@ class Saver:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
 
-    def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
+    def _complete(self, round_index: int, host: dict, loss: float | None) -> int:
         """Write the other files of a checkpoint whose arrays are written, and rename its folder.
 
-        Old checkpoints are deleted. Returns the bytes of the files, in process 0.
+        Then it is read back, and old checkpoints are deleted. Only process 0 does all this. Returns
+        the bytes of the files; in other processes 0.
         """
         if not processes.is_first():
             return 0
@@ -169,8 +186,9 @@ class Saver:
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
             sync(path)
-        described = CheckpointManifest(round=round_index, loss=loss, files=files).model_dump()
-        (staging / _MANIFEST).write_bytes(_seal({"format": FORMAT, **described}))
+        manifest = CheckpointManifest(round=round_index, loss=loss, files=files)
+        content = {"format": FORMAT, **manifest.model_dump()}
+        (staging / _MANIFEST).write_bytes(_manifest_bytes(content))
         sync(staging / _MANIFEST)
         sync(staging)
         os.rename(staging, target)
@@ -183,10 +201,13 @@ class Saver:
         """Delete old checkpoints: keep the newest ones, and the one with the lowest loss."""
         losses: dict[int, float | None] = {}  # by round, the newest first
         for number in list_rounds(self.folder):
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(Damaged):  # a damaged one is neither counted nor deleted
                 losses[number] = read_manifest(self.folder / str(number)).loss
-        best = sorted((loss, number) for number, loss in losses.items() if loss is not None)[:1]
-        kept = [*list(losses)[: self._keep], *(number for _, number in best)]
+        kept = list(losses)[: self._keep]
+        measured = [(loss, number) for number, loss in losses.items() if loss is not None]
+        if measured:
+            _, best = min(measured)  # of equal losses, the earlier round
+            kept.append(best)
         for number in losses:
             if number in kept:
                 continue
@@ -199,12 +220,17 @@ def list_rounds(folder: Path) -> list[int]:
     """Return the rounds of the checkpoints in a folder, the newest first."""
     if not folder.is_dir():
         return []
-    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    return sorted((int(n) for n in names if n.isdecimal() and n == str(int(n))), reverse=True)
+    rounds = []
+    for entry in os.scandir(folder):
+        name = entry.name
+        # A checkpoint has the name that `Saver` gives it: "12", not "012" or "12.damaged".
+        if entry.is_dir() and name.isdecimal() and name == str(int(name)):
+            rounds.append(int(name))
+    return sorted(rounds, reverse=True)
 
 
 def last(folder: Path) -> str:
-    """Name the newest checkpoint in a folder, or say that there is none, as a part of a message."""
+    """Name the newest checkpoint in a folder, or say that there is none, for a message."""
     rounds = list_rounds(folder)
     if not rounds:
         return "none was saved"
@@ -233,7 +259,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
     content = read_json(path, Damaged)
     content.pop("sha256", None)
-    if path.read_bytes() != _seal(content):
+    if path.read_bytes() != _manifest_bytes(content):
         raise Damaged(f"{path}: does not match its own hash")
     if content.get("format") != FORMAT:
         raise CheckpointError(
@@ -247,10 +273,17 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
 
 
 def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """Read the newest undamaged checkpoint; rename damaged newer ones, and return a line for each.
+    """Read the newest undamaged checkpoint, and rename the damaged ones that are newer.
 
-    If `read` raises Damaged, the next older one is tried. Raises CheckpointError if all are damaged
-    (then none is renamed), or one has another format.
+    Args:
+      folder: Folder of the checkpoints.
+      read: Reads a verified checkpoint, given its folder; raises Damaged if it is not usable.
+
+    Returns:
+      What `read` returned, and a line on each damaged checkpoint; None if there are no checkpoints.
+
+    Raises:
+      CheckpointError: If all are damaged (then none is renamed), or one has another format.
     """
     damage = []
     # Process 0 lists the checkpoints and compares the hashes; then all processes read the same one.
@@ -267,7 +300,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
         if processes.is_first():
             for damaged in rounds[:index]:
                 aside = folder / f"{damaged}.damaged"
-                while aside.exists():
+                while aside.exists():  # from an earlier restore
                     aside = aside.with_name(aside.name + "+")
                 os.rename(folder / str(damaged), aside)
         return content, damage
@@ -286,7 +319,9 @@ def read_host(checkpoint: Path) -> dict:
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
     """Read a verified checkpoint's arrays as the template's shapes, dtypes, shardings say.
 
-    Raises ConfigError if they do not have its structure, shapes and dtypes.
+    `template` is a dataclass such as `Ensemble`, with descriptions in place of arrays; the result
+    is the same with arrays. Raises ConfigError if the saved arrays do not have its structure,
+    shapes and dtypes; Damaged if they cannot be read.
     """
     return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
 
@@ -299,7 +334,10 @@ def read_field(checkpoint: Path, name: str, template: PyTree) -> PyTree:
 def _read_fields(
     checkpoint: Path, expected: dict[str, PyTree], *, partial: bool = False
 ) -> dict[str, PyTree]:
-    """Read arrays of a checkpoint: all fields of the saved dataclass, or with `partial` some."""
+    """Read arrays of a checkpoint: all fields of the saved dataclass, or with `partial` some.
+
+    `expected` has the templates of the fields to read, by their names; raises as `read_arrays`.
+    """
     arrays = checkpoint.absolute() / _ARRAYS
     # Each process reads by itself: in a joint read, the others would wait for one that failed.
     me = jax.process_index()
@@ -311,9 +349,12 @@ def _read_fields(
             metadata = reader.metadata(arrays).item_metadata
             stored = shapes(metadata)
             wanted = shapes(expected)
-            for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
+            names = set(wanted)  # paths of arrays, such as params_M/decoder/0/kernel
+            if not partial:
+                names.update(stored)
+            for name in sorted(names):
                 if stored.get(name) != wanted.get(name):
-                    field = name.split("/")[0]
+                    field, _, _ = name.partition("/")
                     raise ConfigError(
                         f"{checkpoint}: of another {_SHAPED_BY.get(field, 'model')}: {name} is"
                         f" {stored.get(name, 'missing')} there, {wanted.get(name, 'missing')}"
@@ -366,13 +407,14 @@ def _describe_files(folder: Path) -> dict[str, CheckpointFile]:
     return found
 
 
-def _seal(manifest: dict) -> bytes:
+def _manifest_bytes(manifest: dict) -> bytes:
     """Return the bytes of a manifest file: the manifest as JSON, and the hash of the manifest."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return _encode(manifest | {"sha256": digest})
 
 
 def _encode(content: dict) -> bytes:
+    """Return the content of a JSON file as its bytes; the same content has the same bytes."""
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
@@ -380,5 +422,6 @@ def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable
     """Run `act`, a part of a save or a restore, in every process, and return its result.
 
     If it raises one of `faults` in a process, the others raise Damaged (`processes.run_on_all`).
+    `name` is that of the exchange, which no other thread of a process may use.
     """
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

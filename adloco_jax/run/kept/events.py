@@ -216,11 +216,19 @@ class End(Format):
     updates_total: Count = 0
 
 
-# The classes by event: their names in lower case.
+# By the `event` of a line, the class that says which fields it has.
 EVENTS: dict[str, type[Format]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        *(Start, Round, Learner, Eval, Sync, Merge, Refusal, Spawn),
-        *(Fault, Compile, Memory, Checkpoint, End),
-    )
+    "start": Start,
+    "round": Round,
+    "learner": Learner,
+    "eval": Eval,
+    "sync": Sync,
+    "merge": Merge,
+    "refusal": Refusal,
+    "spawn": Spawn,
+    "fault": Fault,
+    "compile": Compile,
+    "memory": Memory,
+    "checkpoint": Checkpoint,
+    "end": End,
 }

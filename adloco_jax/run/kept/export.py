@@ -44,11 +44,25 @@ def save(
     dtype: str | None = None,
     shard_size: str = "5GB",
 ) -> str:
-    """Write the configured model by `hf.save`, with what its checkpoint's config.json said.
+    """Write a trained model to a folder, in Hugging Face layout.
 
-    Of a model with an adapter, this is written by `hf.save_adapter`, with the hash that its run
-    recorded, or with `merge` the whole model. Returns the dtype that was written: `dtype`, else the
-    checkpoint's.
+    The `config.json` of the checkpoint with which training began is kept, but for what has changed.
+    Of a model with an adapter only the adapter is written, as PEFT reads it, or with `merge` the
+    whole model.
+
+    Args:
+      params: The trained parameters: those of the model, or of its adapter.
+      folder: Folder to write, which is replaced.
+      model: Of the run.
+      adapter: Of the run; a rank of 0 means that there is none.
+      tokenizer: Is written beside the model; None: of rows without text.
+      base_sha256: The run's hash of the frozen weights, with which the adapter belongs.
+      merge: Add the adapter to the frozen weights.
+      dtype: Of the written weights; None: that of the checkpoint with which training began.
+      shard_size: Size of the largest file, such as "5GB".
+
+    Returns:
+      The dtype that was written.
 
     Raises:
       DataError: If base weights to merge with have another hash than the run recorded.
@@ -65,13 +79,13 @@ def save(
             base_dtype=model.base_dtype or "",
         )
         return "float32"
-    if adapter.rank:
+    if adapter.rank:  # with `merge`
         loaded = hf.load(model.init_from)
         hf.require_same_base(loaded, base_sha256, f"model.init_from={model.init_from}")
         _, base = split_adapter(loaded.params)
         params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
         network = network.clone(adapter=None)
-    config = json.loads(model.checkpoint or "{}")
+    config = json.loads(model.checkpoint or "{}")  # of the checkpoint with which training began
     if dtype is None:
         stored_as = config.get("dtype", config.get("torch_dtype"))
         dtype = "bfloat16" if stored_as == "bfloat16" else "float32"
@@ -88,7 +102,10 @@ def save(
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Add to a tokenizer's ends that of the answers on which the model was trained."""
+    """Return the tokenizer with one more id that ends what the model writes: that of answers.
+
+    Unchanged, unless the model was trained on chats.
+    """
     if tokenizer is None or not data.is_chat:
         return tokenizer
     ends = dict.fromkeys((*tokenizer.ends, *tokenizer.turn_end))  # each once, in order
@@ -106,15 +123,19 @@ def write_consensus(
     """Replace a folder by the consensus model; print path and layout.
 
     Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
-    otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`.
+    otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`. A caller
+    of `fit` may have given parameters of other shapes. `base_sha256` is as for `save`.
     """
-    model, adapter = settings.model, settings.adapter
+    model = settings.model
+    adapter = settings.adapter
     tokenizer = _for_answers(settings.data, tokenizer)
     network = build_network(model, adapter)
-    is_whole = _shapes(params) == _shapes(param_shapes(network))
-    if hf.weight_map(network) is not None and (is_whole or adapter.rank):
+    is_as_configured = _shapes(params) == _shapes(param_shapes(network))
+    if hf.weight_map(network) is not None and (is_as_configured or adapter.rank):
         dtype = save(params, folder, model, adapter, tokenizer, base_sha256=base_sha256)
-        layout = "an adapter, as PEFT reads it" if adapter.rank else "in Hugging Face layout"
+        layout = "in Hugging Face layout"
+        if adapter.rank:
+            layout = "an adapter, as PEFT reads it"
         print(f"export: {folder}, {layout}, {dtype}")
         return
     leaves = {}
@@ -148,11 +169,21 @@ class TrainedModel(NamedTuple):
 def read_trained(
     workdir: str | Path, machine: Machine, *, round: int | None = None, trainer: int | None = None
 ) -> TrainedModel:
-    """Read the model of a trainer id, or the consensus, from a checkpoint (None: the newest).
+    """Read the model of a trainer, or the consensus of all, from a checkpoint of a run.
 
-    The consensus of several trainers needs the run's data.
-    Raises ConfigError if there is no such checkpoint or trainer, or `fit` made the run and its
-    model or data are needed; CheckpointError, DataError.
+    The consensus of several trainers is chosen by held-out losses, so it needs the run's data.
+
+    Args:
+      workdir: Folder of the run.
+      machine: The devices on which the consensus is chosen.
+      round: Of the checkpoint; None: the newest.
+      trainer: A trainer's id; None: the consensus.
+
+    Raises:
+      ConfigError: If there is no such checkpoint or trainer, or `fit` made the run and its model or
+        data are needed.
+      CheckpointError: If the checkpoint is damaged, or of another format.
+      DataError: If the data cannot be read.
     """
     workdir = Path(workdir)
     settings = recorded_settings(workdir)
@@ -164,11 +195,11 @@ def read_trained(
         checkpoint.verify(path)
         ensemble, control = _read_ensemble(path, settings, spec)
     except (checkpoint.Damaged, ConfigError) as error:
-        refuse_fit(workdir)
+        refuse_fit(workdir)  # its model is not the configured one, which is the better reason
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
-    trainers = [*control.trainers]
+    trainers = [*control.trainers]  # ids, by position in the stack
     if trainer is not None and trainer not in trainers:
         have = ", ".join(map(str, trainers))
         raise ConfigError(f"{path}: no trainer {trainer}, have {have}; the others have merged")
@@ -184,7 +215,7 @@ def read_trained(
         run = assemble(settings, machine, workdir)
         heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
         with contextlib.closing(Programs(run.spec)) as programs:
-            programs.hold(run.model.base.params)
+            programs.hold(run.model.base.params)  # frozen weights go to the devices
             params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     num_classes = class_count(settings.model)
     tokenizer = tokenizer_of(settings.data, settings.model, num_classes=num_classes, run=workdir)
@@ -200,20 +231,31 @@ def read_trained(
 
 def _checkpoint_of(workdir: Path, round: int | None) -> Path:
     """Return the folder of the checkpoint of a round; None: the newest."""
-    rounds = checkpoint.list_rounds(workdir / "checkpoints")
-    if not rounds or (round is not None and round not in rounds):
-        have = ", ".join(map(str, reversed(rounds))) or "none"
-        which = "" if round is None else f" of round {round}"
-        raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
-    newest = rounds[0]
-    return workdir / "checkpoints" / str(newest if round is None else round)
+    folder = workdir / "checkpoints"
+    rounds = checkpoint.list_rounds(folder)  # the newest first
+    if round is None and rounds:
+        return folder / str(rounds[0])
+    if round in rounds:
+        return folder / str(round)
+    have = ", ".join(map(str, reversed(rounds))) or "none"
+    which = ""
+    if round is not None:
+        which = f" of round {round}"
+    raise ConfigError(f"{folder}: no checkpoint{which}, have {have}")
 
 
 def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[Ensemble, Control]:
-    """Read from a checkpoint the trainers' parameters, or their averages, without other states."""
+    """Read from a checkpoint the trainers' parameters, or their averages, without other states.
+
+    Also returns what the host knew of the trainers. Raises Damaged if the checkpoint cannot be
+    read, ConfigError if its arrays are not those of the settings.
+    """
     data = checkpoint.read_host(path).get("control")
     control = read_control(path, data, settings.ensemble)
-    name = "average_M" if settings.outer.average else "params_M"
+    name = "params_M"
+    if settings.outer.average:
+        name = "average_M"
+    # Shapes, dtypes and shardings of the arrays to read.
     template = getattr(ensemble_spec(spec, Layout(control.sizes)), name)
     params_M = checkpoint.read_field(path, name, template)
     ensemble = Ensemble(

@@ -30,12 +30,9 @@ class Ledger(contextlib.AbstractContextManager):
     """Appends lines to a run's ledger file, unbuffered, so that a killed process loses none."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Open or create the file at `path`, in an existing folder, for appending.
-
-        Each function that is added to `listeners` is called with each line, as a dict, on the
-        thread that called `write`.
-        """
+        """Open or create the file at `path`, in an existing folder, for appending."""
         self._path = Path(path)
+        # Each is called with each line, as a dict, on the thread that called `write`.
         self.listeners: list[Callable[[dict], object]] = []
         with write_errors(self._path):
             self._file = open(path, "ab", buffering=0)
@@ -53,11 +50,11 @@ class Ledger(contextlib.AbstractContextManager):
         """
         line = _plain({"event": event, **fields})
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
-        with self._lock:
-            with write_errors(self._path):
-                rest = memoryview(text)
-                while rest:  # if the disk is full, it first accepts a part of the line, then raises
-                    rest = rest[self._file.write(rest) :]
+        with self._lock, write_errors(self._path):
+            rest = memoryview(text)
+            while rest:  # if the disk is full, it first accepts a part of the line, then raises
+                num_written = self._file.write(rest)
+                rest = rest[num_written:]
         for listener in self.listeners:
             listener(line)
 
@@ -91,7 +88,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
     for number, line in enumerate(io.BytesIO(content), start=1):
         event = _parse(line)
         if event is None and not line.endswith(b"\n"):
-            break
+            break  # the last line, which is not complete
         try:
             if event is None:
                 found = line[:_MOST_QUOTED]
@@ -107,7 +104,9 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 def finish(events: Iterable[dict]) -> dict | None:
     """Return the `end` line of a finished run; None if it is unfinished or was started again."""
     marks = [event for event in events if event["event"] in ("start", "end")]
-    return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
+    if marks and marks[-1].get("reason") == "finished":  # a `start` line has no reason
+        return marks[-1]
+    return None
 
 
 def cut(path: str | os.PathLike[str], control: Control | None) -> None:
@@ -130,15 +129,17 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
         if control is None:
             return True
         trainer = event.get("trainer")
-        if event.get("kind") == "quarantine":  # the trainer left then
+        if event.get("kind") == "quarantine":  # the trainer left then, and the checkpoint has it
             return trainer in rounds
         if event["event"] in ("round", "fault") and trainer is not None:
             # With learners, a trainer may be ahead; one that the checkpoint lacks had left.
-            return event["round"] > rounds.get(trainer, event["round"])
+            return trainer in rounds and event["round"] > rounds[trainer]
         return event["round"] > control.round
 
-    content = Path(path).read_bytes() if Path(path).exists() else b""
-    lines = []
+    content = b""
+    if Path(path).exists():
+        content = Path(path).read_bytes()
+    lines = []  # the bytes of each line, and its event
     recorded = dict.fromkeys(rounds, 0)  # the last round of each trainer
     for text in content.splitlines():
         event = _parse(text)
@@ -165,10 +166,12 @@ def _parse(line: bytes) -> dict | None:
         event = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if isinstance(event, dict) and isinstance(event.get("event"), str):
+        return event
+    return None
 
 
 def _plain(value: object) -> Any:
     """Convert a value, which may contain arrays, to plain JSON data; not finite becomes None."""
     text = json.dumps(value, default=lambda array: array.tolist())
-    return json.loads(text, parse_constant=lambda _: None)
+    return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities are constants

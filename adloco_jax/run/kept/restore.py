@@ -50,7 +50,10 @@ class CheckpointContent(NamedTuple):
 
 
 def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> CheckpointContent:
-    """Read a run's state from a verified checkpoint; raise Damaged if settings do not fit."""
+    """Read a run's state from the folder of a verified checkpoint.
+
+    Raises Damaged if `host.json` does not fit the settings, ConfigError if the arrays do not.
+    """
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host.control, ensemble)
     template = ensemble_spec(spec, Layout(control.sizes))
@@ -58,13 +61,18 @@ def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> Che
 
 
 def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
-    """Make `Control` from the `control` of `host.json`; raise Damaged if settings do not fit."""
+    """Make `Control`, the host's data about trainers, from the `control` of `host.json`.
+
+    Raises Damaged if it has more trainers or workers than the settings, a trainer without workers
+    or a worker without a trainer, or another round than the checkpoint at `path`.
+    """
     control = checked(data, Control, f"{path}: host.control", Damaged)
     sizes = control.sizes  # workers of each trainer
     workers = control.num_workers
     fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
-    each_has_a_trainer = 0 not in sizes and len(control.trainer_of) == workers
-    if not (fits and each_has_a_trainer and control.round == int(path.name)):
+    are_matched = 0 not in sizes and len(control.trainer_of) == workers
+    is_of_folder = control.round == int(path.name)
+    if not (fits and are_matched and is_of_folder):
         raise Damaged(f"{path}: not this run's: workers {sizes}, round {control.round}")
     return control
 
@@ -77,18 +85,31 @@ def begin_control(
 ) -> tuple[Control, Programs]:
     """Choose the largest micro-batch and the mode before the first round, alike in all processes.
 
-    `max_batch` is the micro-batch after an earlier attempt ran out of memory. Returns the state of
-    the host before the first round, and the compiled programs.
+    A mode (`engine.memory.Mode`) says how programs spare memory.
+
+    Args:
+      run: What the attempts share: settings, data and model.
+      content: Of the checkpoint that is restored; None: the run begins.
+      max_batch: Largest micro-batch after an earlier attempt ran out of memory; None: none did.
+      on_compile: Called when a program is being compiled, and when it is.
+
+    Returns:
+      The state of the host before the next round, and the programs, compiled or being compiled.
     """
     settings = run.settings
-    remat = settings.model.remat if run.model.can_remat else False
-    allowed = modes(remat, run.spec.machine.platform)
+    remat = False
+    if run.model.can_remat:
+        remat = settings.model.remat
+    allowed = modes(remat, run.spec.machine.platform)  # by preference
     size = settings.batching.max_batch_size  # None: the largest that fits
-    if content and size in (None, content.host.max_batch_size_given):
+    if content is not None and size in (None, content.host.max_batch_size_given):
+        # The setting has not changed, so the run goes on with the micro-batch that it had.
         size = content.state.control.max_batch_size
-    size = size if max_batch is None else max_batch
+    if max_batch is not None:
+        size = max_batch
 
-    def chosen(modes_to_try: Sequence[Mode]) -> Choice:
+    def choose_among(modes_to_try: Sequence[Mode]) -> Choice:
+        """Choose one of some modes, and the largest micro-batch that fits with it."""
         return choose(
             run.spec,
             run.model.loss_of,
@@ -100,14 +121,14 @@ def begin_control(
             on_compile=on_compile,
         )
 
-    choice = chosen(allowed)
+    choice = choose_among(allowed)
     mode = Mode(choice.programs.spec.sequential, choice.programs.spec.remat)
     # All processes use the most frugal mode that one has chosen, the last in preference.
     most_frugal = allowed[max(processes.gather(allowed.index(mode)))]
     if mode != most_frugal:
         choice.programs.close()
-        choice = chosen([most_frugal])
-    choice.programs.hold(run.model.base.params)
+        choice = choose_among([most_frugal])
+    choice.programs.hold(run.model.base.params)  # frozen weights go to the devices
     # All processes use the smallest micro-batch that one has chosen.
     max_batch_size = min(processes.gather(choice.max_batch_size))
     if content is None:
@@ -118,11 +139,16 @@ def begin_control(
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
-    """Make parameters and optimizer states at the start of a run, where they are needed."""
+    """Make parameters and optimizer states at the start of a run, where they are needed.
+
+    All trainers start with the same parameters: those that the run begins with, or new ones by its
+    seed. The arrays are divided among the devices.
+    """
     spec = run.spec
     layout = Layout(control.sizes)
 
     def make(key, params):
+        """Make the ensemble of one model; without `params`, of a new one by a random key."""
         if params is None:
             params = run.model.init_fn(key)
         return first_ensemble(spec, layout.sizes, params)
@@ -134,17 +160,26 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
 
 
 def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]:
-    """Restore the newest undamaged checkpoint: its content, lines on damaged ones, the `end` line.
+    """Restore the newest undamaged checkpoint of a run.
 
-    Raises CheckpointError if all are damaged or were deleted, DataError if the data have changed.
+    Returns:
+      Its content, None without a checkpoint; a line on each damaged checkpoint; the ledger's `end`
+      line, None if the run is not finished.
+
+    Raises:
+      CheckpointError: If all are damaged or were deleted.
+      DataError: If the data have changed, and this is not accepted.
     """
     folder = run.workdir / "checkpoints"
     path = run.workdir / "ledger.jsonl"
-    content, damage = None, []
+    content = None
+    damage = []
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings.ensemble, run.spec))
     if found is not None:
         content, damage = found
-    events = read(path) if path.exists() else []
+    events = []
+    if path.exists():
+        events = read(path)
     # All wait for one another: process 0 later changes the ledger that the others read.
     processes.gather(None)
     if content is None and any(event["event"] == "checkpoint" for event in events):
@@ -166,7 +201,10 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
 
 
 def host_record(run: Run, recorded: dict, state: State) -> dict:
-    """Return what `host.json` stores; `recorded` is from `Recorder.record`."""
+    """Return what `host.json` stores of a run and its state.
+
+    `recorded` has the loss and the seconds so far (`Recorder.record`).
+    """
     return {
         "control": dataclasses.asdict(state.control),
         "max_batch_size_given": run.settings.batching.max_batch_size,

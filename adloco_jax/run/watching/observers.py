@@ -61,7 +61,7 @@ class Recorder:
     progress: Progress
     # This process's clock at the start of the run, had it run the earlier processes' rounds.
     start_s: float
-    loss: float  # held-out loss of the last consensus model, as reported
+    loss: float  # held-out loss of the last consensus model, as reported; NaN: none was measured
     most_tokens_per_s: float = math.nan  # at the peak of the devices, if known
     evaluated_round: int = -1  # the round after which `loss` was measured and recorded
     tokens: int = 0  # tokens of the rounds that this process has run
@@ -75,7 +75,8 @@ class Recorder:
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Write a ledger line for each trainer that ran, and for each change, such as a merge.
 
-        The terminal shows changes, growth and skipped updates.
+        The terminal shows changes, growth and skipped updates. `state` is that after the round, and
+        `boundary` has what the round measured and decided.
         """
         metrics = boundary.metrics
         tokens = sum(line["tokens"] for line in metrics.lines)
@@ -83,14 +84,15 @@ class Recorder:
         self.seconds += metrics.step_s - metrics.stall_s
         self._unshown_tokens += tokens
         self._unshown_s += metrics.step_s
+        # Of each trainer that ran: the fields that are known already, what it does next, its loss.
         trainers = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for measured, decision, outcome in trainers:
-            line = measured | _decided(decision, self.settings.inner)
+            line = {**measured, **_decision_fields(decision, self.settings.inner)}
             line["train_loss"] = outcome.mean_loss
             line["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            within_round = outcome.losses(self.settings.log.every_updates)
             line["train_losses"] = [
-                (measured["updates_before"] + updates, loss)
-                for updates, loss in outcome.losses(self.settings.log.every_updates)
+                (measured["updates_before"] + updates, loss) for updates, loss in within_round
             ]
             self._newest[line["trainer"]] = line
             self.ledger.write(
@@ -124,10 +126,9 @@ class Recorder:
             num_trainers=len(control.trainers),
             pool=self.settings.ensemble.num_workers,
         )
-        self._newest = {
-            trainer: line for trainer, line in self._newest.items() if trainer in control.trainers
-        }
-        tokens_per_s = self._unshown_tokens / max(self._unshown_s, 1e-9)  # never zero
+        for trainer in self._newest.keys() - control.trainers.keys():  # trainers that have left
+            del self._newest[trainer]
+        tokens_per_s = self._unshown_tokens / max(self._unshown_s, 1e-9)  # never divided by zero
         self._unshown_tokens = 0
         self._unshown_s = 0.0
         speed = f"{tokens_per_s:,.0f} tok/s"
@@ -138,13 +139,16 @@ class Recorder:
         self.progress.round(control.round, share_done, text, speed)
 
     def record(self) -> dict:
-        """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger."""
+        """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger.
+
+        The ledger's lines must be on disk before a checkpoint that follows them.
+        """
         if processes.is_first():
             self.ledger.sync()
-        return {
-            "loss": self.loss if np.isfinite(self.loss) else None,
-            "wall_s": self.wall_s(),
-        }
+        loss = None
+        if np.isfinite(self.loss):
+            loss = self.loss
+        return {"loss": loss, "wall_s": self.wall_s()}
 
     def wall_s(self) -> float:
         """Return the seconds that the run has taken so far, in this process and earlier ones."""
@@ -152,15 +156,17 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write to the ledger the peak memory of this process and of its devices so far."""
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes of `ru_maxrss`
-        devices = self.engine.programs.spec.machine.local_devices
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        device_peaks = []  # None of a device that does not count, such as a CPU
+        for device in self.engine.programs.spec.machine.local_devices:
+            stats = device.memory_stats() or {}
+            device_peaks.append(stats.get("peak_bytes_in_use"))
         self.ledger.write(
             "memory",
             round=control.round,
-            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-            device_peak_bytes=[
-                (each.memory_stats() or {}).get("peak_bytes_in_use") for each in devices
-            ],
+            host_peak_bytes=host_peak * unit_bytes,
+            device_peak_bytes=device_peaks,
         )
 
     def write_end(self, control: Control, reason: str) -> None:
@@ -172,10 +178,10 @@ class Recorder:
         self.ledger.write("end", **line, wall_s=self.wall_s())
 
 
-def _decided(decision: Decision, inner: InnerSettings) -> dict:
+def _decision_fields(decision: Decision, inner: InnerSettings) -> dict:
     """Return the fields of a `round` line that say what a trainer does next, and why."""
     fields = decision._asdict()
-    size = fields.pop("size")
+    size = fields.pop("size")  # of the next round; the other fields keep their names
     fields["next_workers"] = size.num_workers
     fields["next_steps_per_round"] = None  # not known before the round
     if inner.round_length == "fixed":
@@ -185,8 +191,13 @@ def _decided(decision: Decision, inner: InnerSettings) -> dict:
 
 
 def _totals(control: Control) -> dict[str, int]:
-    names = ("tokens_total", "bytes_total", "syncs_total", "updates_total")
-    return {name: getattr(control, name) for name in names}
+    """Return the fields of an `eval` or `end` line that say what the run has spent so far."""
+    return {
+        "tokens_total": control.tokens_total,
+        "bytes_total": control.bytes_total,
+        "syncs_total": control.syncs_total,
+        "updates_total": control.updates_total,
+    }
 
 
 @dataclass
@@ -196,7 +207,7 @@ class Evaluator:
     recorder: Recorder
     num_classes: int | None  # number of classes of labelled rows; None for text
     unit: str  # unit of the loss
-    # Continues a held-out text with a model; None: no evaluation has a sample.
+    # Continues a held-out text with a model (`samples.sampler`); None: no evaluation has a sample.
     sample: Callable[[PyTree, PyTree], tuple[str, str]] | None = None
     params: PyTree | None = None  # parameters of the last consensus model
     _since_s: float = 0.0  # when the last loss was recorded, or the evaluation began
@@ -205,12 +216,13 @@ class Evaluator:
         """Evaluate if due by `eval.every_rounds`, and at the end; then show the round."""
         if not boundary.advanced:
             return
-        recorder, control = self.recorder, state.control
+        recorder = self.recorder
+        control = state.control
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
             self._since_s = time.perf_counter()
-            losses = []
-            ensemble = evaluate.reported(state.ensemble)
+            losses = []  # of each trainer
+            ensemble = evaluate.reported(state.ensemble)  # with averaged parameters, if there are
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(ensemble, position)
                 loss = self._loss(params)
@@ -221,7 +233,11 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
-        """Choose the consensus and measure its loss; record it if given the trainers' losses."""
+        """Choose the consensus and measure its loss; record it if given the trainers' losses.
+
+        The parameters are stored in `params`, the loss in the recorder. `losses` are those of all
+        trainers, in their order; empty: nothing is written, as before an export.
+        """
         recorder = self.recorder
         engine = recorder.engine
         self.params, source = evaluate.consensus(
@@ -230,19 +246,22 @@ class Evaluator:
             engine.heldout,
             state.control.demands,
         )
-        is_known = bool(losses) and source == "only"
+        is_known = bool(losses) and source == "only"  # the consensus is the only trainer
         recorder.loss = losses[0] if is_known else self._loss(self.params)
-        if losses:
-            own_fields: dict[str, Any] = {"source": source}
-            if self.sample is not None:
-                base = engine.programs.frozen(evaluate.loss_key(engine.heldout.batch_size))
-                start, text = self.sample(self.params, base)
-                own_fields["sample"] = (start, text)
-                recorder.progress.note(f"  | {start} -> {text}")
-            self._record(state.control, "consensus", self.params, recorder.loss, own_fields)
-            recorder.evaluated_round = state.control.round
+        if not losses:
+            return
+        own_fields: dict[str, Any] = {"source": source}
+        if self.sample is not None:
+            # Frozen weights, as the program that measures losses has them on the devices.
+            base = engine.programs.frozen(evaluate.loss_key(engine.heldout.batch_size))
+            start, text = self.sample(self.params, base)
+            own_fields["sample"] = (start, text)
+            recorder.progress.note(f"  | {start} -> {text}")
+        self._record(state.control, "consensus", self.params, recorder.loss, own_fields)
+        recorder.evaluated_round = state.control.round
 
     def _loss(self, params: PyTree) -> float:
+        """Measure the loss of a model on the held-out rows that reports use."""
         engine = self.recorder.engine
         heldout = engine.heldout
         return evaluate.mean_loss(engine.programs, params, heldout.report_rows, heldout.batch_size)
@@ -256,21 +275,23 @@ class Evaluator:
         own_fields: dict[str, Any] | None = None,
     ) -> None:
         """Write the `eval` line of a trainer or of "consensus", which has fields of its own."""
-        line = {"round": control.round, "trainer": trainer, "loss": loss}
-        line |= _totals(control)
-        line |= own_fields or {}
+        line: dict[str, Any] = {"round": control.round, "trainer": trainer, "loss": loss}
+        line.update(_totals(control))
+        if own_fields is not None:
+            line.update(own_fields)
         if self.unit == "nats/token":
             with np.errstate(over="ignore"):  # infinity becomes null in the ledger
                 line["perplexity"] = float(np.exp(loss))
         if self.num_classes is not None:
             engine = self.recorder.engine
-            line |= evaluate.class_report(
+            scores = evaluate.class_report(
                 engine.programs,
                 params,
                 engine.heldout.report_rows,
                 engine.heldout.batch_size,
                 self.num_classes,
             )
+            line.update(scores)
         average = self.recorder.settings.outer.average
         if average:
             line["average"] = average
@@ -305,10 +326,12 @@ class Checkpoints:
         every = settings.checkpoint.every_rounds  # None: only by the clock
         # If one process was asked to stop, or finds that it is time, all save.
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
-        stop_now, save_by_clock = (any(answers) for answers in zip(*asked, strict=True))
+        stop_now = any(stop for stop, _ in asked)
+        save_by_clock = any(is_time for _, is_time in asked)
         # By then learners have joined and compiled, which a driver that is killed must not lose.
         is_first = index == 1 and settings.engine.kind != "local"
-        if last or is_first or save_by_clock or (every and index % every == 0):
+        is_due = every is not None and index % every == 0
+        if last or is_first or save_by_clock or is_due:
             self._save(state)
         if last:
             self.saver.wait()
@@ -339,6 +362,7 @@ class Checkpoints:
         return processes.is_first() and time.perf_counter() >= due_s
 
     def _save(self, state: State) -> None:
+        """Begin to save a state, with the held-out loss if this was measured after its round."""
         recorder = self.recorder
         index = state.control.round
         self._last_save_s = time.perf_counter()

@@ -17,13 +17,18 @@ from adloco_jax.models.configured import build_network
 from adloco_jax.row_batch import as_row_batch
 from adloco_jax.run.before.assemble import Run
 
+_MOST_CHARACTERS = 16  # of a token, more than a tokenizer has
+
 
 def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
-    """Make a function that continues the first held-out text; it returns both texts, decoded.
+    """Make a function that continues the first held-out text with a model.
 
-    It is given parameters, and frozen weights or None.
+    The function is given parameters, and frozen weights or None. It returns the beginning of the
+    text and what the model writes after it. A chat is continued after its first question, another
+    text from the middle of its row on.
 
-    None if `eval.sample_tokens` is 0 or `fit` has the model. ConfigError if it is no decoder.
+    Returns None if `eval.sample_tokens` is 0 or the caller of `fit` has given the model. Raises
+    ConfigError if the model is no decoder.
     """
     settings = run.settings
     count = settings.eval.sample_tokens
@@ -42,17 +47,18 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     tokenizer = corpus.tokenizer
     rows = as_row_batch(run.heldout.report_rows)
     row = rows.tokens[0]
-    size = length // 2  # tokens of the row until the end of the prompt
-    stops = []
-    if rows.weights is not None:  # chats: all before the first answer, which then ends by itself
+    prompt_end = length // 2  # position in the row
+    stops = []  # ids at which the model ends what it writes
+    if rows.weights is not None:  # chats: tokens of answers alone have a weight
         answers = np.flatnonzero(rows.weights[0])
-        size = int(answers[0])
+        prompt_end = int(answers[0])
         stops = sorted({*tokenizer.ends, *tokenizer.turn_end})
-    size = max(1, min(size, settings.model.max_length - count))
-    first = 0  # where the document of the prompt begins
+    prompt_end = max(1, min(prompt_end, settings.model.max_length - count))
+    prompt_start = 0  # a row may have several documents: where that of the prompt begins
     if rows.starts is not None:
-        first = int(rows.starts[0, size - 1])
-    prompt_1L = np.asarray(row[None, first:size], np.int32)
+        prompt_start = int(rows.starts[0, prompt_end - 1])
+    prompt_1L = np.asarray(row[None, prompt_start:prompt_end], np.int32)
+    prompt_length = prompt_end - prompt_start
 
     def sample(params: PyTree, base: PyTree) -> tuple[str, str]:
         """Return the text of the prompt, and what a model writes after it until its end."""
@@ -66,9 +72,9 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
             ends=stops,
             base=base,
         )
-        (tokens,) = fetch(written)
-        prompt = tokens[: size - first]
-        new = tokens[size - first :]
+        (tokens,) = fetch(written)  # of the only row: the prompt, and what follows
+        prompt = tokens[:prompt_length]
+        new = tokens[prompt_length:]
         ends = np.flatnonzero(np.isin(new, stops))
         if ends.size:
             new = new[: ends[0]]
@@ -78,4 +84,5 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
 
 
 def _as_text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    return readable(tokens, tokenizer, max_chars=16 * len(tokens))  # no token is so long: all
+    """Decode tokens to a text on one line that a terminal shows, without cutting it."""
+    return readable(tokens, tokenizer, max_chars=_MOST_CHARACTERS * len(tokens))

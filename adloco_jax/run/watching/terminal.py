@@ -16,7 +16,7 @@ from adloco_jax.settings import BatchingSettings
 
 _BETWEEN_CALLS_S = 0.1  # the bar moves at most so often within a round
 _MOST_LISTED = 2  # with more sizes of batches, the line of a round has the range
-# The line for each kind of change at the end of a round.
+# By kind of change, the line about it: a template with fields of the change's line in the ledger.
 _CHANGES = {
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
     "merge": "trainers {listed} merge into trainer {into}:"
@@ -26,6 +26,7 @@ _CHANGES = {
     "fault": "trainer {trainer} leaves the run with its workers: its last {skipped_in_a_row}"
     " updates were not finite",
 }
+# In words, the `action` of a refused merge, and the `reason` of a growth.
 _WHY = {
     "keep": "all of them continue",
     "retire": "the weaker one ends",
@@ -38,17 +39,20 @@ class Progress:
     """Writes the lines of a run, above a progress bar if on a terminal."""
 
     def __init__(self, num_rounds: int | None, *, every: int = 1, file: TextIO | None = None):
-        """Start the clock, and draw the bar; a line follows `every` rounds, and the last.
+        """Start the clock, and draw the bar if `file` is a terminal.
 
-        Without `num_rounds` tokens may end the run.
+        Args:
+          num_rounds: Number of rounds of the run; None: tokens end it.
+          every: Rounds from one line to the next; the last round always has one.
+          file: By default the standard output.
         """
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
         self._every = every
         self._bar = None
-        self._next_call_s = 0.0
-        # The words beside the bar.
-        self._shown = dict.fromkeys(("round", "loss", "speed", "left", "compiling"), "")
+        self._next_call_s = 0.0  # on this process's clock, when the bar may move within a round
+        # The words beside the bar, in their order.
+        self._shown = {"round": "", "loss": "", "speed": "", "left": "", "compiling": ""}
         if self._file.isatty():
             self._bar = tqdm(
                 total=1.0,
@@ -61,9 +65,10 @@ class Progress:
         self.begin(0.0)
 
     def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Start the clock of the time left, without the seconds that `stalled_s` has counted.
+        """Start the clock of the time left.
 
-        `share_done` is what earlier processes completed.
+        `share_done` is the share of the run that earlier processes completed. `stalled_s` returns
+        the seconds that this process has waited for compilation, which the clock leaves out.
         """
         self._stalled_s = stalled_s
         self._first_share = share_done
@@ -71,38 +76,52 @@ class Progress:
         self._draw(min(share_done, 1.0))
 
     def _left(self, share: float) -> str:
-        """Estimate the time that is left, at the mean pace since `begin`."""
+        """Return words on the time that is left, at the mean pace since `begin`.
+
+        `share` is the share of the run that is done.
+        """
         seconds = time.perf_counter() - self._stalled_s() - self._begin_s
         done = max(share - self._first_share, 1e-9)  # never zero
         left_s = (1 - share) * seconds / done
         return f"{tqdm.format_interval(left_s)} left"
 
     def call(self, share_done: float, losses: Array | np.ndarray) -> None:
-        """Move the bar within a round, at most ten times a second, to a share of the whole run."""
+        """Move the bar within a round, at most ten times a second, to a share of the whole run.
+
+        `losses` are the training losses of the newest updates, one for each worker; not finite if
+        an update was skipped.
+        """
         now_s = time.perf_counter()
         if self._bar is None or now_s < self._next_call_s:
             return
         self._next_call_s = now_s + _BETWEEN_CALLS_S
         share = min(share_done, 1.0)
-        made = np.asarray(losses)[np.isfinite(losses)]
-        loss = np.mean(made) if made.size else np.nan
+        finite = np.asarray(losses)[np.isfinite(losses)]
+        loss = np.nan
+        if finite.size:
+            loss = np.mean(finite)
         self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
 
     def compiling(self, event: Compiling | Compiled) -> None:
-        """Show beside the bar that a program is being compiled."""
+        """Show beside the bar that a program is being compiled, until `event` says that it is."""
         text = ""
         if isinstance(event, Compiling):
             text = f"compiling {event.number} of {event.of}"
         self._draw(compiling=text)
 
     def _draw(self, share: float | None = None, **words: str) -> None:
-        """Move the bar to a share of the run (None: leave it), and replace some words beside it."""
-        if self._bar is not None:
-            self._shown |= words
-            text = ", ".join(filter(None, self._shown.values()))
-            self._bar.set_postfix_str(text, refresh=share is None)
-            if share is not None:
-                self._bar.update(share - self._bar.n)
+        """Move the bar to a share of the run (None: leave it), and replace some words beside it.
+
+        `words` are new values of keys of `_shown`.
+        """
+        if self._bar is None:
+            return
+        self._shown.update(words)
+        text = ", ".join(shown for shown in self._shown.values() if shown)
+        # The bar is drawn once: here if it does not move.
+        self._bar.set_postfix_str(text, refresh=share is None)
+        if share is not None:
+            self._bar.update(share - self._bar.n)
 
     def note(self, line: str) -> None:
         """Write a line to the terminal, above the progress bar if one is shown."""
@@ -112,7 +131,10 @@ class Progress:
             print(line, file=self._file, flush=True)
 
     def round(self, index: int, share_done: float, text: str, speed: str = "") -> None:
-        """Move the bar after a round (from 1), and write `text` about it if a line is due."""
+        """Move the bar after a round (from 1), and write a line about it if one is due.
+
+        `share_done` is the share of the run that is done, `text` and `speed` are words of the line.
+        """
         share = min(share_done, 1.0)
         left = self._left(share)
         if self._num_rounds is None:
@@ -123,7 +145,10 @@ class Progress:
             reached = number
         self._draw(share, left=left, speed=speed, round=f"round {number}")
         if index % self._every == 0 or share >= 1:
-            parts = [text, speed, left] if speed else [text, left]
+            parts = [text]
+            if speed:
+                parts.append(speed)
+            parts.append(left)
             self.note(f"round {reached}: {', '.join(parts)}")
 
     def close(self) -> None:
@@ -141,11 +166,17 @@ def describe_round(
 ) -> str:
     """Describe a finished round: loss, trainers, workers that counted, batch x accumulation.
 
-    `lines` are the trainers' ledger lines, `num_trainers` those that are left after the round,
-    `pool` the workers once all have started.
+    Args:
+      lines: Of the ledger, the trainers' `round` lines.
+      heldout: The last held-out loss; NaN: none was measured.
+      num_trainers: Trainers that are left after the round.
+      pool: Workers of the run, once all have started.
     """
     finite = [line["train_loss"] for line in lines if np.isfinite(line["train_loss"])]
-    loss = f"loss {np.mean(finite or [np.nan]):.4g}"
+    mean = np.nan
+    if finite:
+        mean = np.mean(finite)
+    loss = f"loss {mean:.4g}"
     if not np.isnan(heldout):
         loss += f", held-out {heldout:.4g}"
 
@@ -154,10 +185,11 @@ def describe_round(
         trainers += f"->{num_trainers}"
 
     workers = sum(line["workers"] for line in lines)
-    missing = workers - sum(line.get("workers_counted", line["workers"]) for line in lines)
-    counted_of_pool = f"{workers - missing}/{pool}"
-    if missing:
-        counted_of_pool += f" ({missing} missing)"
+    # Without learners, all workers count.
+    num_counted = sum(line.get("workers_counted", line["workers"]) for line in lines)
+    counted_of_pool = f"{num_counted}/{pool}"
+    if num_counted < workers:
+        counted_of_pool += f" ({workers - num_counted} missing)"
 
     sizes = {(line["micro_batch_size"], line["num_accum_steps"]) for line in lines}
     if len(sizes) > _MOST_LISTED:
@@ -169,7 +201,11 @@ def describe_round(
 
 
 def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) -> list[str]:
-    """Describe in up to two lines why a trainer grows or not, and its skipped updates."""
+    """Describe in up to two lines why a trainer grows or not, and its skipped updates.
+
+    `line` is the trainer's `round` line of the ledger, `decision` what it requests next. No lines
+    if nothing changes.
+    """
     requested = f"the test asks for {decision.test_value or 0.0:.1f}"
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
@@ -177,7 +213,7 @@ def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) 
         limit = "batching.batch_cap"
     else:
         limit = "batching.max_growth"
-    reasons = {
+    reasons = {  # by `decision.reason`; for others the test's request is reason enough
         "capped": f"{requested}, limited by {limit}",
         "no_signal": "no signal above the noise yet, so one step of growth",
         "held": "no signal above the noise, limited by batching.max_blind_growth",
@@ -185,8 +221,10 @@ def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) 
     }
     why = reasons.get(decision.reason, requested)
 
-    batch, next_batch = line["requested_batch_size"], line["next_batch_size"]
-    updates, next_updates = line["steps_per_round"], line["next_steps_per_round"]
+    batch = line["requested_batch_size"]
+    next_batch = line["next_batch_size"]
+    updates = line["steps_per_round"]
+    next_updates = line["next_steps_per_round"]
     grown = []
     if decision.reason == "held":
         grown.append("batch per worker stays")
@@ -206,13 +244,16 @@ def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) 
 
 
 def describe_change(change: dict) -> str:
-    """Describe a change, such as a merge, on one line; empty if it is not shown."""
+    """Describe a change, such as a merge, on one line; empty if it is not shown.
+
+    `change` has the fields of the change's line in the ledger.
+    """
     template = _CHANGES.get(change["event"])
     if template is None:
         return ""
-    words = dict(change)
+    words = dict(change)  # the fields that the templates name, and three more
     reason = change.get("action", change.get("reason", ""))
     words["why"] = change.get("why", _WHY.get(reason, ""))
     words["listed"] = ", ".join(map(str, change.get("members", ())))
     words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
-    return f"round {change['round']}: {template.format(**words)}"
+    return f"round {change['round']}: {template.format_map(words)}"
