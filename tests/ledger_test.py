@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ledgers import write_run
+from ledgers import round_line
 
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, Trainer
@@ -79,36 +79,32 @@ def test_a_last_line_cut_anywhere_is_dropped_and_repaired(path):
         assert read(path) == [*lines, {"event": "last"}]
 
 
-@pytest.mark.parametrize(
-    ("damage", "number"),
-    [(b"", 1), (b'{"event": "rou', 3), (b'{"event": 1}', 1), (b"\xff\xfe", 3), (b"[" * 9, 1)],
-)
-def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, number):
-    lines = [b'{"event": "first"}', b'{"event": "last"}']
-    lines.insert(number - 1, damage)
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(DataError) as raised:
-        read(path)
-    assert f"{path}:{number}: " in str(raised.value)
-    assert "\n" not in str(raised.value)
+def changed_round(**changes):
+    """A `round` line with some fields changed; `...` removes one."""
+    line = round_line(1, test_value=2.5) | changes
+    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode()
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("line", "number", "fault"),
     [
-        ({"event": "round", "tokens": ...}, "round.tokens: Field required"),
-        ({"event": "round", "tokens": "12"}, "round.tokens: have '12', expected "),
-        ({"event": "round", "workers": 0}, "round.workers: have 0, expected .* 1"),
+        (b"", 1, ""),
+        (b'{"event": "rou', 3, ""),
+        (b'{"event": 1}', 1, ""),
+        (b"\xff\xfe", 3, ""),
+        (b"[" * 9, 1, ""),
+        (changed_round(tokens=...), 2, "round.tokens: Field required"),
+        (changed_round(tokens="12"), 2, "round.tokens: have '12', expected "),
+        (changed_round(workers=0), 2, "round.workers: have 0, expected .* 1"),
     ],
 )
-def test_a_line_of_another_form_is_refused(path, change, fault):
-    written, kind = read(write_run(path.parent) / "ledger.jsonl"), change.get("event", "round")
-    first, other = (next(e for e in written if e["event"] == name) for name in ("round", kind))
-    changed = other | {"round": 1} | change
-    lines = [first, {name: value for name, value in changed.items() if value is not ...}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=rf"ledger\.jsonl:2: {fault}"):
+def test_a_damaged_line_or_one_of_another_form_is_refused_by_its_number(path, line, number, fault):
+    lines = [b'{"event": "first"}', changed_round()]
+    lines.insert(number - 1, line)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(DataError, match=rf"ledger\.jsonl:{number}: {fault}") as raised:
         read(path)
+    assert str(raised.value).startswith(f"{path}:{number}: ") and "\n" not in str(raised.value)
 
 
 def test_a_resume_cuts_the_rounds_after_the_checkpoint_by_each_trainers_own_count(path):
