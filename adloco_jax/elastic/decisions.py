@@ -22,11 +22,12 @@ SLOW = 5.0
 _LONGEST_PAUSE_S = 60.0  # before a learner that keeps failing is started again
 KEPT_NORMS = 64  # number of a trainer's last accepted norms, with which new ones are compared
 _FEW_NORMS = 8  # fewer say little about what is usual
-_MEASURED = 16  # number of the last durations that count
+_TRANSFER_ROUNDS = 16  # a learner's transfers take the median of so many rounds
 _SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
 FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
 _FEWEST_PARTS = 8  # of a round, which a slower learner does in part
-_SHORTEST_S = 1e-300  # what a learner says may be zero
+_SHORTEST_S = 1e-300  # in place of zero, which a learner may claim, and which divides a speed
+_SHORTEST_SUM_S = 1e-9  # likewise for the sum of its uses of time
 _CLEARLY_SLOWER = 8 / 9  # of the fastest one's speed: an eighth more seconds for a sequence
 
 
@@ -46,7 +47,7 @@ class LearnerRecord:
     # Measured seconds per sequence of its last rounds, in this process.
     sequence_s: deque[float] = field(default_factory=partial(deque, maxlen=_SPEED_ROUNDS))
     # The last seconds from a request to its response, without the round itself.
-    transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_MEASURED))
+    transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_TRANSFER_ROUNDS))
     spent_s: float = 0.0  # the time up to which it has said what it did
     sent_s: float = 0.0  # when its present request was submitted
     compiling_s: float | None = None  # since when it has said that it compiles; None: it does not
@@ -62,11 +63,12 @@ class LearnerRecord:
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
         """Say in words why the learner now counts as lost; empty if it does not.
 
-        `heartbeat_s` limits the wait for a heartbeat, `restart_s` that for the first response.
+        `heartbeat_s` limits the wait for a sign of life, `restart_s` that for the first response.
         """
         if not self.joined:
-            is_late = now_s - self.started_s > restart_s
-            return f"did not start within {restart_s:g} s" if is_late else ""
+            if now_s - self.started_s > restart_s:
+                return f"did not start within {restart_s:g} s"
+            return ""
         if self.asked_s is not None and now_s - self.asked_s > heartbeat_s:
             return f"gave no sign for {now_s - self.asked_s:.1f} s"
         if self.due_s is not None and now_s > self.due_s:
@@ -74,7 +76,10 @@ class LearnerRecord:
         return ""
 
     def predicted_s(self, sequences: int) -> float:
-        """Return the seconds until some sequences are done and sent; infinity if unknown."""
+        """Return the seconds from a request for so many sequences to its response.
+
+        It is infinity if the learner has not been measured yet.
+        """
         if not self.sequence_s:
             return math.inf
         transfer_s = statistics.median(self.transfer_s or [0.0])
@@ -88,28 +93,26 @@ class LearnerRecord:
         """
         self.sent_s = now_s
         due_s = now_s + SLOW * max(heartbeat_s, self.predicted_s(sequences))
-        if self.due_s is None:
+        if self.due_s is None or self.due_s < due_s:
             self.due_s = due_s
-        else:
-            self.due_s = max(due_s, self.due_s)
 
     def credible_s(self, claimed_s: Sequence[float], now_s: float) -> np.ndarray:
         """Return the seconds that a learner claims for each use of its time, cut to be credible.
 
         They are scaled down if their sum is more than the time since this method was last called,
-        or since the process was started.
+        or since the process was started. `now_s` is stored for the next call.
         """
         since_s = now_s - max(self.spent_s, self.started_s)
         self.spent_s = now_s
-        total_s = max(sum(claimed_s), 1e-9)  # not zero
+        total_s = max(sum(claimed_s), _SHORTEST_SUM_S)
         return np.array(claimed_s) * min(1.0, since_s / total_s)
 
 
 def pause_s(failures: float) -> float:
     """Return the wait before a restart, after `failures` processes in a row that did not join.
 
-    It is nothing after none, one second after one, and doubles with each. Infinity stands for a
-    learner whose next processes would fail too, and is returned.
+    It is nothing after none, one second after one, and doubles with each, up to a minute. It is
+    infinite after infinitely many failures, which stand for a learner that would always fail.
     """
     if failures == 0:
         return 0.0
@@ -127,7 +130,7 @@ def assign(
 ) -> dict[int, int]:
     """Assign workers to learners; return, by worker id, the number of the learner that runs it.
 
-    A worker that has to wait is not in the result.
+    A worker that has to wait is not in the result. Nothing else is changed.
 
     1. A worker whose learner is present (in `learners`) stays with it.
     2. The other `movable` ones are divided among the spare learners, which have no worker.
@@ -150,9 +153,10 @@ def assign(
                 hosts[worker_id] = learner.number
 
     def workers_of(number: int) -> list[int]:
+        """Return the ids of the workers that are assigned to a learner up to now."""
         return [worker_id for worker_id, host in hosts.items() if host == number]
 
-    # Sorted by trainer, so that a trainer's workers stay together.
+    # 2. Workers without a learner, sorted so that a trainer's workers stay together.
     homeless = [worker_id for worker_id in movable if worker_id not in hosts]
     homeless.sort(key=lambda worker_id: (trainers[worker_id], worker_id))
     spares = [number for number in numbers if not workers_of(number)]
@@ -160,19 +164,20 @@ def assign(
         size = math.ceil(len(homeless) / len(spares))  # workers of each spare learner
         for index, worker_id in enumerate(homeless):
             hosts[worker_id] = spares[index // size]
-    elif numbers:
+    elif numbers:  # 3.
         for worker_id in homeless:
             if worker_id in returning:
                 continue
 
-            # Few workers first, then a learner with a worker of the same trainer.
             def cost(number: int, trainer: int = trainers[worker_id]) -> tuple[int, bool, int]:
+                """Order the learners: few workers first, then one of the same trainer."""
                 held = workers_of(number)
                 is_new = all(trainers[held_id] != trainer for held_id in held)
                 return len(held), is_new, number
 
             hosts[worker_id] = min(numbers, key=cost)
 
+    # 4. The largest learner is the one with the smallest number, if several have as many workers.
     for spare in [number for number in numbers if not workers_of(number)]:
         largest = max(numbers, key=lambda number: (len(workers_of(number)), -number))
         given = [worker_id for worker_id in workers_of(largest) if worker_id in movable]
@@ -182,11 +187,12 @@ def assign(
 
 
 def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
-    """Return the norm with which those of a round's differences are compared; 0: not known yet.
+    """Return the usual norm of a worker's difference, per update; 0: not known yet.
 
-    Norms are per update. The usual one is the median of the accepted ones of many rounds (`past`),
-    or that of the learners of this round (`now`) if it is larger: when all make larger steps, as in
-    a warm-up, nobody is clipped. Of two learners the smaller norm is the median.
+    A difference that is much larger than this will be scaled down ("clipped"). The usual norm is
+    the median of the accepted ones of many rounds (`past`), or that of the learners of this round
+    (`now`) if it is larger: when all make larger steps, as in a warm-up, nobody is clipped. Of two
+    learners the smaller norm is the median.
     """
     usual = 0.0
     if len(past) >= _FEW_NORMS:
@@ -206,7 +212,7 @@ def num_parts(steps: int, engine: EngineSettings) -> int:
     if engine.steps != "by_speed":
         return 1
     parts = min(_FEWEST_PARTS, steps)
-    while steps % parts != 0:
+    while steps % parts != 0:  # ends at `steps` at the latest
         parts += 1
     return parts
 
@@ -228,13 +234,17 @@ def updates_by_speed(
     Source: DyLU of Async DiLoCo (arXiv 2401.09135), which uses one measurement.
     """
     updates = dict.fromkeys(sequence_s, num_updates)
-    measured = {w: each for w, each in sequence_s.items() if len(each) >= FEWEST_ROUNDS}
+    measured = {}  # those of `sequence_s` that have enough rounds
+    for worker_id, seconds in sequence_s.items():
+        if len(seconds) >= FEWEST_ROUNDS:
+            measured[worker_id] = seconds
     if not measured:
         return updates
     fastest = min(measured.values(), key=statistics.median)
     for worker_id, seconds in measured.items():
-        ratio = statistics.median(fastest) / max(statistics.median(seconds), _SHORTEST_S)
-        if ratio < _CLEARLY_SLOWER and min(seconds) > max(fastest):
-            num_parts_done = max(round(ratio * parts), 1)
+        # Its speed, as a fraction of the fastest one's.
+        speed = statistics.median(fastest) / max(statistics.median(seconds), _SHORTEST_S)
+        if speed < _CLEARLY_SLOWER and min(seconds) > max(fastest):
+            num_parts_done = max(round(speed * parts), 1)
             updates[worker_id] = num_parts_done * num_updates // parts
     return updates

@@ -732,7 +732,7 @@ class ElasticEngine:
         learner.transfer_s.append(elapsed_s - computing_s)
 
         if request.trainer in self.rounds:  # otherwise the round has ended
-            self.rounds[request.trainer].take(learner, by_worker, norms)
+            self.rounds[request.trainer].add_responses(learner, by_worker, norms)
 
     def _continue_without(self, learner: decisions.LearnerRecord, cause: str) -> None:
         """Continue the rounds that wait for a learner without it.

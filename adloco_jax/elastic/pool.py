@@ -1,8 +1,8 @@
 """Start, call and restart a run's learners, and record their events for the ledger.
 
 A learner has a number, which stays with its workers, and a process, which may be lost and
-started again. `LearnerRecord` is what the driver knows of the process. Times are seconds of
-`time.monotonic`.
+started again. `LearnerRecord` is what the driver knows of the process. The driver pings a learner,
+which asks for a sign of life. Times are seconds of `time.monotonic`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
 
-_TOLD = ("python", "jax")  # whose versions may differ between machines
+_TOLD = ("python", "jax")  # whose versions may differ between machines, and are printed
 _PINGS = 4  # a learner is asked so many times in the time after which it counts as lost
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
 
@@ -92,15 +92,24 @@ class LearnerPool:
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
-        """Start all learners, at most `engine.max_learners`, and wait until they have joined.
+        """Connect to the learners, start them all, and wait until enough have joined.
 
-        Started ones have `engine.restart_s` seconds; then a quorum, or one, is enough. Of those
-        that join by themselves, a quorum, or all, is awaited. Raises ConfigError if a learner has
-        other data or versions or the address does not answer, ResourceError if too few join.
+        Processes that the transport starts have `engine.restart_s` seconds; then a quorum, or one,
+        is enough. Of learners that join by themselves, a quorum, or all, is awaited.
+
+        Args:
+          num_workers: Number of workers, which is that of the learners without
+            `engine.max_learners`.
+
+        Raises:
+          ConfigError: If a learner has other data or versions, or the address does not answer.
+          ResourceError: If too few join.
+          Preempted: If a signal comes before.
         """
         rule = self._settings.engine
         count = rule.max_learners or num_workers
-        log = Path(self._setup.log) / str(int(time.time() * 1000))  # a folder for each start
+        now_ms = int(time.time() * 1000)
+        log = Path(self._setup.log) / str(now_ms)  # a folder for each start
 
         # The driver's devices cannot be sent to another process; a learner finds its own.
         machine = dataclasses.replace(self._setup.spec.machine, devices=())
@@ -108,6 +117,7 @@ class LearnerPool:
         setup = self._setup._replace(spec=spec, log=str(log))
 
         def run_is_over() -> bool:
+            """Whether the run is over, after the newest round; the transport asks at its end."""
             return is_over(self.control, self._settings)
 
         connect = TRANSPORTS[rule.kind].connect
@@ -119,25 +129,26 @@ class LearnerPool:
                 number=number, incarnation=0, started_s=time.monotonic()
             )
             self._launch(self.learners[number])
-        self._wait()
+        self._wait_for_learners()
         self._has_started = True
 
-    def _wait(self) -> None:
+    def _wait_for_learners(self) -> None:
         """Wait until enough learners have joined, as `start_all` says; raise if too few do.
 
         Raises Preempted if a signal comes before.
         """
         rule = self._settings.engine
         count = len(self.learners)
-        launches = self.transport.launches
+        launches = self.transport.launches  # whether the transport starts processes
 
-        # A run can begin with one learner if the driver starts it.
+        # With fewer than `least` the run cannot begin. One is enough if the driver starts it.
         if rule.quorum:
             least = min(rule.quorum, count)
         elif launches or (rule.starts_learner and not self._setup.by_fit):
             least = 1
         else:
             least = count
+        # After so many seconds, or when `wanted` have joined, nobody is waited for.
         if launches:
             wanted = count
             seconds = rule.restart_s
@@ -179,7 +190,8 @@ class LearnerPool:
         before_s = self._looked_s
         replies = self.transport.poll([*self._calls], _POLL_S)
         self._looked_s = time.monotonic()
-        away_s = self._looked_s - before_s - _POLL_S  # in which the driver did not look
+        # Between two looks the driver may have been busy, and has not seen what learners sent.
+        away_s = self._looked_s - before_s - _POLL_S
         if away_s > _POLL_S:
             self._put_off_deadlines(away_s)
 
@@ -190,26 +202,26 @@ class LearnerPool:
                 continue  # a call to a process that has ended
             learner = self.learners[pending.learner]
             self.wire_bytes += reply.num_bytes
-            if reply.error:
+            if reply.error:  # the learner has ended
                 events.append(self._lose(learner, reply.error, has_run=True))
             elif pending.method == "ping":
                 events += self._process_ping(learner, reply.value)
-            elif pending.request is not None:
+            elif pending.request is not None:  # of "run_round"
                 events.append(RoundAnswer(learner, pending.request, reply.value))
-            else:
+            else:  # "states"
                 events.append(StatesAnswer(pending.keys, reply.value))
-        return events + self._look_after()
+        return events + self._check_learners()
 
-    def _look_after(self) -> list[Event]:
-        """Start processes that are due, ask for signs of life, and return the losses.
-
-        A process without a handle is planned: `started_s` is when it is due.
-        """
+    def _check_learners(self) -> list[Event]:
+        """Start processes that are due, ask for signs of life, and return the losses."""
         rule = self._settings.engine
-        restart_s = rule.restart_s if self.transport.launches else math.inf
+        restart_s = math.inf  # learners that join by themselves may do so at any time
+        if self.transport.launches:
+            restart_s = rule.restart_s
         losses: list[Event] = []
         now_s = time.monotonic()
         for number, learner in [*self.learners.items()]:
+            # A process without a handle is planned: `started_s` is when it is due.
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
             cause = learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s)
@@ -230,7 +242,7 @@ class LearnerPool:
                 learner.due_s += away_s
 
     def up_s(self) -> float:
-        """Return the seconds that learner processes have been up.
+        """Return the total seconds that learner processes have been up, since the driver's start.
 
         A process is up from the request to start it; one that joins by itself, from when it has
         joined. A process that has not joined is not counted yet, as it may be waiting for a node.
@@ -246,7 +258,7 @@ class LearnerPool:
         return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: LearnerRecord) -> None:
-        """Start a learner's process, or offer its place to who joins; ask for its first sign."""
+        """Start a learner's process, or offer its number to who joins; ask for its first sign."""
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
         self._ping(learner.number)
@@ -312,10 +324,10 @@ class LearnerPool:
             "why": why,
         }
         name = f"learner {number}"
-        if learner.owner:
+        if learner.owner:  # the name of its machine, if the driver knows it by a key
             line["owner"] = learner.owner
             name += f" ({learner.owner})"
-        self._write("learner", **line)  # an owner is written only where there is one
+        self._write("learner", **line)
         if what in ("left", "lost"):
             what += f" ({counted(learner.num_responses, 'response')})"
         say(f"{name} {what}: {why}")
@@ -328,8 +340,9 @@ class LearnerPool:
         if not learner.joined:
             learner.owner = sign.owner
             return self._admit(learner, sign.hello)
-        learner.asked_s = None
-        learner.leaving |= sign.leaving
+        learner.asked_s = None  # no ping is without a response
+        if sign.leaving:
+            learner.leaving = True
 
         # A learner halves its micro-batches when memory does not suffice.
         if sign.max_batch_size <= learner.max_batch_size / 2:
@@ -342,19 +355,20 @@ class LearnerPool:
             learner.compiling_s = None
         elif learner.compiling_s is None:
             learner.compiling_s = now_s
-        if sign.compiling and learner.due_s is not None:  # compilation is no slow work
+        if sign.compiling and learner.due_s is not None:
+            # Its work may take longer than its speed predicts, as long as it compiles.
             learner.due_s = max(learner.due_s, now_s + self._settings.engine.heartbeat_s)
 
-        if not sign.has_left:
-            return []
-        self.let_go(learner)
-        return [Loss(learner, "it has left")]
+        if sign.has_left:
+            self.let_go(learner)
+            return [Loss(learner, "it has left")]
+        return []
 
     def _admit(self, learner: LearnerRecord, hello: Hello) -> list[Event]:
-        """Record that a learner has joined if it has the driver's data and versions.
+        """Let a learner join if it has the driver's data and versions.
 
-        Otherwise its process is ended, and its loss returned. Raises ConfigError instead if the
-        driver has started the process, and the run has not begun.
+        Otherwise its process is ended, and its loss is in the list that is returned. Raises
+        ConfigError instead if the driver has started the process, and the run has not begun.
         """
         differing = self._differing(hello)
         if not differing:
@@ -394,41 +408,51 @@ class LearnerPool:
         return differing
 
     def let_go(self, learner: LearnerRecord) -> None:
-        """Record that a learner has left as it was asked to; others get its workers at once."""
+        """End the process of a learner that was asked to leave; others get its workers at once.
+
+        The ledger gets a line, and another process may take the learner's number.
+        """
         self.note(learner.number, "left", "asked to end")
         learner.worker_ids = []
-        self.start_again(learner.number)
+        self._replace_process(learner.number)
 
     def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Loss:
         """Record the loss of a learner for the ledger, end its process, and plan the next one.
 
-        `has_run` says that a process which has not joined did run: it has answered. One that has
-        not may have waited for a node, and is told in the ledger once.
+        `cause` says in words why it is lost. `has_run` says that a process which has not joined did
+        run: it has answered. One that has not may have waited for a node; of several such losses in
+        a row with the same cause only the first is told. Raises ResourceError if no learner is
+        left: no process runs, and none is planned.
         """
         number = learner.number
         has_run = has_run or learner.joined
         if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
-        if learner.joined:
+        if learner.joined:  # since it last said what it did, nobody knows
             self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
-        self.start_again(number, cause, has_run=has_run)
+        self._replace_process(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):
             raise ResourceError(f"no learner is left; learner {number}: {cause}")
         return Loss(learner, cause)
 
-    def start_again(self, number: int, cause: str = "", *, has_run: bool = True) -> None:
+    def _replace_process(self, number: int, cause: str = "", *, has_run: bool = True) -> None:
         """End a learner's process, and plan the next, which keeps its workers.
 
-        The pause before it grows with the number of processes in a row that ran but did not join.
-        `cause` says why the learner was lost; it is empty if the learner was asked to end.
+        Args:
+          number: The learner's number.
+          cause: Why it was lost; empty if it was asked to end.
+          has_run: Whether its process did run. The pause before the next grows with the number of
+            processes in a row that ran but did not join.
         """
         before = self.learners[number]
         now_s = time.monotonic()
-        failures = 0.0 if before.joined else before.failures
+        failures = before.failures
+        if before.joined:
+            failures = 0.0
+        elif has_run:
+            failures += 1
         if has_run:
             self._ended_up_s += now_s - before.started_s
-            if not before.joined:
-                failures += 1
         self._kill(number)
         self.learners[number] = LearnerRecord(
             number=number,
@@ -437,7 +461,7 @@ class LearnerPool:
             failures=failures,
             worker_ids=before.worker_ids,
             cause=cause,
-            lost_s=before.lost_s or now_s,
+            lost_s=before.lost_s or now_s,  # the time of the first, if several are lost in a row
         )
 
     def close(self) -> None:

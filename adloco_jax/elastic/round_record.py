@@ -42,7 +42,7 @@ class RoundRecord:
     factors: dict[int, float] = field(default_factory=dict)
     quorum_s: float = math.inf  # when the quorum was reached; infinity: not yet
 
-    def take(
+    def add_responses(
         self,
         learner: LearnerRecord,
         responses: Mapping[int, Response],
@@ -72,9 +72,11 @@ class RoundRecord:
         now_s = time.monotonic()
         num_reported = len(self.reported)
         num_all = num_reported + len(self.awaited)
-        quorum = num_all if rule.quorum is None else min(rule.quorum, num_all)
+        quorum = num_all
+        if rule.quorum is not None:
+            quorum = min(rule.quorum, num_all)
         if num_reported >= quorum:
-            self.quorum_s = min(self.quorum_s, now_s)
+            self.quorum_s = min(self.quorum_s, now_s)  # only the first time is stored
         if num_reported == 0:
             return False
         return not self.awaited or now_s - self.quorum_s >= rule.grace_s
@@ -83,7 +85,7 @@ class RoundRecord:
         """Decide which responses count, and by which factor: set `counted` and `factors`.
 
         Responses whose numbers are finite count. A difference's norm per update may be `clip` times
-        the usual one (`usual_norm`). As long as none is usual, a difference's norm may be `clip`
+        the usual one (`usual_norm`). As long as none is known, a difference's norm may be `clip`
         times that of the parameters. A larger difference is scaled down to that.
 
         Args:
@@ -112,17 +114,18 @@ class RoundRecord:
         usual = usual_norm(past, [*of_learner.values()])
         if usual == 0:  # not known yet
             usual = params_norm / self.plan.num_updates
-        most = math.inf  # parameters that are all zero say nothing
+        largest = math.inf  # that is accepted; parameters that are all zero say nothing
         if usual > 0:
-            most = clip * usual
+            largest = clip * usual
 
-        self.factors = {
-            worker_id: most / norm for worker_id, norm in per_update.items() if norm > most
-        }
-        return [min(norm, most) for norm in per_update.values()]
+        self.factors = {}
+        for worker_id, norm in per_update.items():
+            if norm > largest:
+                self.factors[worker_id] = largest / norm
+        return [min(norm, largest) for norm in per_update.values()]
 
     def spent(self, worker_id: int) -> Work:
-        """Return the updates and sequences of a worker whose response counts."""
+        """Return how many updates and sequences a worker whose response counts has done."""
         skipped_SR = self.counted[worker_id].skipped_SR
         num_updates = len(skipped_SR)
         num_made = num_updates - int(skipped_SR.sum())
@@ -156,7 +159,7 @@ class RoundRecord:
             response = self.responses.get(worker_id)
             if response is None:
                 continue
-            first_row = -len(response.loss_SR)
+            first_row = -len(response.loss_SR)  # from the end
             if math.isnan(self.norms[worker_id]):
                 skipped_SR[first_row:, column] = True
             elif worker_id in self.counted:
@@ -176,7 +179,8 @@ def check_responses(responses: Sequence[Response], request: Request, spec: Progr
     check_form(responses, forms, "response")
     for response, work in zip(responses, request.work, strict=True):
         loss_SR = np.where(response.skipped_SR, 0.0, response.loss_SR)
-        if not (np.abs(loss_SR) < np.finfo(np.float32).max).all():
+        is_finite_SR = np.abs(loss_SR) < np.finfo(np.float32).max  # false for NaN
+        if not is_finite_SR.all():
             raise Refused(f"response.loss_SR: {loss_SR.ravel()} of updates that were made")
         if not np.isnan(response.loss_SR[response.skipped_SR]).all():
             raise Refused("response.loss_SR: losses of updates that were skipped")
@@ -186,7 +190,7 @@ def check_responses(responses: Sequence[Response], request: Request, spec: Progr
             # Its counts and weights follow from the number of tested sequences (`core.types`): the
             # number, its degrees of freedom, and the ordered pairs of different sequences.
             tested = np.float32(work.num_tested)
-            have = stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight
+            have = [stats_R.num_examples, stats_R.noise_weight, stats_R.signal_weight]
             want = [tested, tested - 1, tested * (tested - 1)]
             if not np.array_equal(np.concatenate(have), want):
                 raise Refused(f"response.stats_R: {have}, of {tested:.0f} examples")
