@@ -27,7 +27,11 @@ from adloco_jax.errors import ConfigError, ResourceError, check_installed, reaso
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 
-# Of the cluster that a run starts. Ray reads them once, when it is imported, so they stay.
+_CONNECT_S = 10  # a cluster must accept a connection within so many seconds
+_CHECK_PARENT_S = 1.0  # from one look at whether a learner's parent runs to the next
+_SHOWN_CHARACTERS = 200  # of an error of Ray
+
+# Environment of the cluster that a run starts. Ray reads it once, when it is imported, so it stays.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     # Without this, Ray replaces the loopback address by an address that other machines see.
@@ -41,7 +45,10 @@ class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
     def __init__(self, number: int, incarnation: int, setup: LearnerSetup):
-        """Take the place `number` as the learner of this incarnation. SIGTERM asks it to leave."""
+        """Take the place `number` as the learner of this incarnation. SIGTERM asks it to leave.
+
+        `incarnation` counts the processes that the number had before; `setup` is the run's.
+        """
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         # The driver's entries, which a user may have added there.
@@ -55,7 +62,7 @@ class RayLearner(Learner):
 def _end_with(parent: int) -> None:
     """End this process once the process with the id `parent` has ended."""
     while os.getppid() == parent:
-        time.sleep(1.0)
+        time.sleep(_CHECK_PARENT_S)
     os._exit(1)
 
 
@@ -114,12 +121,14 @@ def _connect(address: str) -> None:
 
     try:
         host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=10).close()  # Ray tries for minutes
+        # Ray itself would try for minutes.
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except Exception as error:  # deliberately broad, because Ray raises many kinds
         raise ConfigError(
             f"engine.address = {address}: no Ray cluster there accepts this process"
-            f" ({reason(error, 200)}); see docs/guides/elastic.md for addresses and tokens"
+            f" ({reason(error, _SHOWN_CHARACTERS)}); see docs/guides/elastic.md for addresses and"
+            " tokens"
         ) from error
 
 
@@ -139,6 +148,7 @@ def _start(num_learners: int, folder: str) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
+    # The environment for the start only; `before` is what it replaces.
     import_folders = [path for path in sys.path if path]  # empty: the present one
     for_start = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(import_folders)}
     before = {name: os.environ[name] for name in for_start if name in os.environ}
@@ -154,7 +164,7 @@ def _start(num_learners: int, folder: str) -> None:
                 logging_level=logging.CRITICAL,
             )
     except Exception as error:  # deliberately broad, because Ray raises many kinds
-        cause = reason(error, 200)
+        cause = reason(error, _SHOWN_CHARACTERS)
         raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
     finally:
         for name in for_start:
@@ -165,7 +175,8 @@ def _start(num_learners: int, folder: str) -> None:
 def _reply(call: Any) -> Reply:
     """Return the result of a call that has ended, or in words why there is none.
 
-    `call` is Ray's reference to the result. A request that the learner refused does not end it.
+    `call` is Ray's reference to the result. A learner that has refused a request goes on. After any
+    other error it counts as ended.
     """
     import ray
 
@@ -175,19 +186,25 @@ def _reply(call: Any) -> Reply:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Refused):
             return Reply(Refused(f"it refused the request: {said(str(error.cause))}"))
-        return Reply(None, said(f"{type(error.cause).__name__}: {error.cause}"))
+        return Reply(None, error=said(f"{type(error.cause).__name__}: {error.cause}"))
     except ray.exceptions.ActorUnavailableError:
-        return Reply(None, "its process or its node cannot be reached")
+        return Reply(None, error="its process or its node cannot be reached")
     except ray.exceptions.RayActorError as error:
         if not error.actor_init_failed:
-            return Reply(None, "its process or its node has ended")
-        return Reply(None, said(str(error).strip().splitlines()[-1]))
+            return Reply(None, error="its process or its node has ended")
+        last_line = str(error).strip().splitlines()[-1]  # has the error of `__init__`
+        return Reply(None, error=said(last_line))
 
 
 class RayTransport:
-    """The transport of a run whose learners are actors of a Ray cluster."""
+    """The transport of a run whose learners are actors of a Ray cluster.
 
-    launches = moves_states = True
+    `transport.Transport` describes the methods. A handle is Ray's handle of an actor, and a call
+    its reference to a result.
+    """
+
+    launches = True
+    moves_states = True
 
     def __init__(self, num_learners: int, setup: LearnerSetup | None):
         """Store the setup of learners in Ray's cluster, to which this process is connected.
@@ -210,9 +227,10 @@ class RayTransport:
         try:
             return self._ray.put(params), array_bytes(params)
         except TypeError as error:  # the message of Ray would list the whole value
+            cause = error.__cause__
             raise ConfigError(
                 "engine.kind = ray: functions and rows that learners are sent must be picklable"
-                f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"
+                f" ({type(cause).__name__}: {str(cause)[:_SHOWN_CHARACTERS]})"
             ) from None
 
     def start(self, number: int, incarnation: int) -> Any:
@@ -220,8 +238,10 @@ class RayTransport:
 
         The cluster's GPUs are divided among the learners, at least one for each.
         """
-        gpus = self._ray.cluster_resources().get("GPU", 0)
-        num_gpus = max(int(gpus // self._num_learners), 1) if gpus else 0
+        gpus = self._ray.cluster_resources().get("GPU", 0)  # of all nodes
+        num_gpus = 0  # of this learner
+        if gpus:
+            num_gpus = max(int(gpus // self._num_learners), 1)
         options: dict[str, Any] = {  # Ray's types do not know all of them
             "num_cpus": 1,
             "num_gpus": num_gpus,
@@ -231,11 +251,14 @@ class RayTransport:
             "scheduling_strategy": "SPREAD",
         }
         actor_class = self._ray.remote(**options)(RayLearner)
-        return actor_class.remote(number, incarnation, self._setup)
+        return actor_class.remote(number, incarnation, self._setup)  # arguments of `__init__`
 
     # `**arguments` are those of the method, which Ray forwards.
     def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
-        """Call a method of a learner without waiting; return a reference for `poll`, and bytes."""
+        """Call a method of a learner without waiting.
+
+        Returns a reference for `poll`, and the bytes of the arguments' arrays.
+        """
         function = getattr(handle, method)
         if method in ("ping", "states"):  # beside the others, which run one after another
             function = function.options(concurrency_group="aside")
@@ -250,14 +273,15 @@ class RayTransport:
             time.sleep(timeout_s)
             return {}
         try:
-            # All that have ended; without one, the first that ends.
+            # First all that have ended. If none has, wait for the first that ends.
             ended, _ = self._ray.wait([*calls], num_returns=len(calls), timeout=0)
             if not ended:
                 ended, _ = self._ray.wait([*calls], num_returns=1, timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
+            cause = reason(error, _SHOWN_CHARACTERS)
             raise ResourceError(
-                f"the Ray cluster is gone ({reason(error, 200)}); the same command continues from"
-                " the newest checkpoint"
+                f"the Ray cluster is gone ({cause}); the same command continues from the newest"
+                " checkpoint"
             ) from error
         return {call: _reply(call) for call in ended}
 

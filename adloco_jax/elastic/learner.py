@@ -1,7 +1,7 @@
 """A learner: a process that runs rounds of workers for the driver, and reads their rows itself.
 
-It keeps a worker's inner state before and after a round: if the round does not count, the driver
-asks for the same rows again.
+It keeps a worker's inner state, that of the inner optimizer, before and after a round: if the round
+does not count, the driver asks for the same rows again.
 
 `M` is the axis of trainers and `R` that of workers, both of length one here. `S` is the axis of
 updates, `T` that of micro-batches, `B` that of sequences and `L` that of their tokens. An inner
@@ -128,7 +128,7 @@ class Learner:
         """
         use_compilation_cache()
         settings = setup.settings
-        machine = here()
+        machine = here()  # this process's devices
         self.corpus = setup.corpus or load_corpus(
             settings, num_classes=class_count(settings.model), commit=setup.commit
         )
@@ -143,18 +143,22 @@ class Learner:
                 settings.data.sequence_length * settings.model.width, machine
             ),
         )
-        # Attention and layers as these devices want them, not the driver's.
-        model = None if setup.by_fit else configured_model(settings, machine)
+        # Attention and layers as these devices want them, not the driver's. A model that the caller
+        # of `fit` has made stays as it is.
+        model = None
+        if not setup.by_fit:
+            model = configured_model(settings, machine)
         self.spec = on_devices(
             spec,
             model,
-            (1,),
+            (1,),  # one trainer with one worker
             given=settings.ensemble.model_shards,
             memory_frac=settings.batching.memory_frac,
         )
 
         base = setup.base
         if model is not None and settings.adapter.rank and base.params is None:
+            # The model has an adapter, and the driver has not sent its frozen weights.
             model, _ = with_weights(model, settings.model, machine, seed=settings.seed)
             base = model.base
         self.base = base.fingerprint
@@ -163,9 +167,9 @@ class Learner:
 
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._params: dict[int, PyTree] = {}  # of the last round, with axis M, by trainer's id
-        self._budget = machine.budget(settings.batching.memory_frac)
+        self._budget = machine.budget(settings.batching.memory_frac)  # bytes of a device
         self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
-        self._needed: dict[ProgramKey, int] = {}  # bytes of a device, by program
+        self._needed: dict[ProgramKey, int] = {}  # bytes of a device that a program needs
         self.leaving = False  # whether it was asked to leave the run
 
     def enlist(self, number: int, incarnation: int, log: str | Path) -> None:
@@ -176,11 +180,11 @@ class Learner:
         """
         self.held.clear()
         self._params.clear()
-        self._wait()
-        self._log = Path(log) / f"{number}-{incarnation}.jsonl"
-        self._note({"pid": os.getpid(), "learner": number, "incarnation": incarnation})
+        self._begin_to_wait()
+        self._log_file = Path(log) / f"{number}-{incarnation}.jsonl"
+        self._log_line({"pid": os.getpid(), "learner": number, "incarnation": incarnation})
 
-    def _wait(self) -> None:
+    def _begin_to_wait(self) -> None:
         """Begin to measure what the learner does until its next round."""
         self._free_s = time.monotonic()  # when the last round ended
         # Seconds since then. A learner that joins by itself sets them, as it knows its transfers.
@@ -214,9 +218,9 @@ class Learner:
 
         Raises Refused if one of them is not here.
         """
-        return [self._held(key) for key in wanted]
+        return [self._held_state(key) for key in wanted]
 
-    def _held(self, key: StateKey) -> PyTree:
+    def _held_state(self, key: StateKey) -> PyTree:
         """Return a worker's inner state; raise Refused if it is not here."""
         if key not in self.held:
             _, worker_id, position = key
@@ -239,6 +243,7 @@ class Learner:
         Raises:
           Refused: If parameters or inner states are not those that the request needs.
         """
+        # What the learner did since its last round.
         uploading_s = self.uploading_s
         downloading_s = self.downloading_s
         since_s = time.monotonic() - self._free_s
@@ -246,13 +251,14 @@ class Learner:
 
         params_M = self._present_params(request, params)
         responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
-        if request.is_taken(self.spec):  # the trainer takes the worker's parameters
+        if request.is_taken(self.spec):
+            # The trainer takes its only worker's parameters: its own minus the difference.
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[request.trainer] = params_M
 
-        self._wait()
-        # The first response says what the learner did since its last round; once is enough.
+        self._begin_to_wait()
+        # The first response says what the learner did between its rounds; once is enough.
         between_s = np.array([uploading_s, waiting_s, downloading_s])
         responses[0] = responses[0]._replace(between_s=between_s)
         return responses
@@ -264,10 +270,10 @@ class Learner:
         the packed update `params`; or, with None, those of the last round as they are. The last
         round's are then forgotten. Raises Refused if the result has not the hash in the request.
         """
-        params_M = self._params.pop(request.trainer, None)
-        if params is not None and not request.is_update:
+        params_M = self._params.pop(request.trainer, None)  # of the last round; None: there is none
+        if params is not None and not request.is_update:  # whole
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
-        elif params is not None and params_M is not None:
+        elif params is not None and params_M is not None:  # an update
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
         if params_M is None or tree_sha256(params_M) != request.params_sha256:
             raise Refused(
@@ -280,29 +286,38 @@ class Learner:
     ) -> Response:
         """Run a worker's round, in smaller micro-batches if memory does not suffice.
 
-        `params_M` are the trainer's parameters. An update has as many sequences as the driver wants
-        all the same: gradients of more micro-batches are accumulated.
+        An update has as many sequences as the driver wants all the same: gradients of more
+        micro-batches are accumulated. The size that suffices is kept for later rounds.
+
+        Args:
+          request: The round of the worker's trainer.
+          work: The worker's part of it.
+          inputs: Learning rates, and the inner states that this learner lacked.
+          params_M: The trainer's parameters, with which the round begins.
         """
         wanted = request.micro_batch_size
         while True:
-            # The largest one that memory may allow and that divides the driver's.
+            # A size that memory may allow, and that divides the driver's.
             size = math.gcd(wanted, min(wanted, self._max_batch_size))
             plan = RoundPlan(
                 micro_batch_size=size,
                 num_accum_steps=wanted // size * request.num_accum_steps,
                 num_updates=work.num_updates,
             )
-            group = Group((request.trainer,), (1,), plan=plan)
+            group = Group((request.trainer,), (1,), plan=plan)  # this worker alone
             try:
                 if size == 1 or self._fits(group):
                     return self._run_group(group, request, work, inputs, params_M)
             except jax.errors.JaxRuntimeError as error:
                 if size == 1 or "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-            self._max_batch_size = size // 2
+            self._max_batch_size = size // 2  # try again with this
 
     def _fits(self, group: Group) -> bool:
-        """Whether the program of a group's inner steps fits in a device's memory."""
+        """Whether the program of a group's inner steps fits in a device's memory.
+
+        It is compiled for that, if it was not yet.
+        """
         key = group.steps_key()
         if key not in self._needed:
             self._needed[key] = peak(self.programs, key, (1,)).total
@@ -319,7 +334,8 @@ class Learner:
         """Run a worker's round in the group's micro-batches, and keep its inner state.
 
         `group` has this worker alone, and a plan whose micro-batches may be parts of the driver's.
-        Gradient statistics are measured at `params_M`, with which the round begins.
+        The other arguments are those of `_run_worker`. Gradient statistics are measured at
+        `params_M`, with which the round begins.
         """
         spec = self.spec
         plan = group.plan
@@ -328,33 +344,29 @@ class Learner:
         start_s = time.perf_counter()
         stalled_s = self.programs.stall_s
 
-        # Gradient statistics on the first rows.
+        # Measure gradient statistics on the first rows.
         rows_B = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
             test = padded_stats_rows(group, [rows_B], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
 
-        # The worker's updates, each in `parts` of the driver's micro-batches.
+        # Make the worker's updates. A micro-batch of the driver is `parts` of the plan's.
         alone = _alone(params_M)
         if not spec.reset_inner_state:
-            before_R = jax.tree.map(lambda leaf: leaf[None], self._held(key))
+            before_R = jax.tree.map(lambda leaf: leaf[None], self._held_state(key))
             alone = alone.replace(inner_state_R=before_R)
         shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
         parts = request.micro_batch_size // plan.micro_batch_size
-        calls = calls_of(
-            group,
-            rows_T1B,
-            inputs.rate_T.repeat(parts)[:, None],
-            np.array([key], np.int32),
-            spec,
-        )
+        rate_TR = inputs.rate_T.repeat(parts)[:, None]
+        reads_R3 = np.array([key], np.int32)
+        calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
 
-        # The difference to send, and the inner state with which the next round begins.
+        # Pack the difference to send, and keep the state with which the next round begins.
         ended = workers.replace(inner_state_R=None)
-        sent = _send(params_M, ended, request.precision(spec), request.is_single)
+        sent = _packed_difference(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
             end = work.start + plan.num_sequences
@@ -363,9 +375,9 @@ class Learner:
         loss_SR, skipped_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
 
-        stall_s = self.programs.stall_s - stalled_s  # of compilation
+        stall_s = self.programs.stall_s - stalled_s  # in which the round waited for compilation
         seconds = time.perf_counter() - start_s - stall_s
-        self._note(
+        self._log_line(
             {
                 "trainer": request.trainer,
                 "round": request.round,
@@ -397,10 +409,10 @@ class Learner:
             if other_id == worker_id and other != key:
                 del self.held[other]
 
-    def _note(self, fields: Mapping[str, float]) -> None:
+    def _log_line(self, fields: Mapping[str, float]) -> None:
         """Add a line, with the time and these fields, to the log file of this process."""
-        if self._log.parent.is_dir():  # the learner's machine may not have the run's folder
-            with open(self._log, "a", encoding="utf-8") as file:
+        if self._log_file.parent.is_dir():  # the learner's machine may not have the run's folder
+            with open(self._log_file, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
 
@@ -415,22 +427,29 @@ def _alone(params_M: PyTree) -> Ensemble:
     )
 
 
-def _differences(
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _packed_difference(
     params_M: PyTree, workers: Workers, precision: Precision, is_single: bool
 ) -> Differences:
     """Pack one worker's difference from its trainer, as it is sent.
 
-    `is_single` says that the trainer has no other worker.
+    Args:
+      params_M: The trainer's parameters, with which the round began.
+      workers: The worker after its inner steps.
+      precision: That in which the difference is sent.
+      is_single: Whether the trainer has no other worker.
     """
     return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
-_send = jax.jit(_differences, static_argnums=(2, 3))
 _add_packed = jax.jit(add_packed, static_argnums=2)
 
 
 def stacked(tree: PyTree) -> PyTree:
-    """Return the shapes of a tree's arrays with a first axis of length one."""
+    """Return the shapes and types of a tree's arrays with another, first axis of length one.
+
+    The result is a tree of `jax.ShapeDtypeStruct`.
+    """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
 
 
@@ -470,6 +489,7 @@ def pack_state(state: PyTree, precision: Precision) -> PyTree:
     """
 
     def pack_leaf(path: tuple, leaf: np.ndarray) -> PyTree:
+        """Pack the leaf at this place in the state."""
         return pack(jnp.asarray(leaf)[None], _state_precision(path, precision))
 
     return jax.tree.map_with_path(pack_leaf, state)
@@ -482,6 +502,7 @@ def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
     """
 
     def unpack_leaf(path: tuple, want: jax.ShapeDtypeStruct, packed_leaf: PyTree) -> jax.Array:
+        """Unpack the leaf at this place, which looks like `want`, without axis R."""
         like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)
         precision = _state_precision(path, spec.outer.precision)
         return jnp.asarray(unpack(packed_leaf, like, precision))[0]
@@ -497,20 +518,29 @@ def state_form(spec: ProgramSpec) -> PyTree:
 
 
 def inputs_form(spec: ProgramSpec, request: Request, worker_ids: Sequence[int]) -> Inputs:
-    """Return the shapes and types of a request's arrays, with the states of these workers."""
+    """Return the shapes and types of a request's arrays, with the states of these workers.
+
+    They are `jax.ShapeDtypeStruct` in place of arrays.
+    """
     rate_T = _array(np.float32, request.num_updates * request.num_accum_steps)
     return Inputs(rate_T, dict.fromkeys(worker_ids, state_form(spec)))
 
 
 def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> Response:
-    """Return a response whose arrays are the shapes and types that a worker's must have."""
+    """Return the shapes and types that the arrays of a worker's response must have.
+
+    They are `jax.ShapeDtypeStruct` in place of arrays. `work` is the worker's part of the request.
+    """
     params_M = stacked(spec.params)
     workers = Workers(params_M, None)
-    differences = _send.eval_shape(params_M, workers, request.precision(spec), request.is_single)
+    differences = _packed_difference.eval_shape(
+        params_M, workers, request.precision(spec), request.is_single
+    )
     stats_R = None
     if work.num_tested:
-        num_fields = len(dataclasses.fields(GradientStats))
-        stats_R = GradientStats(*[_array(np.float32, 1)] * num_fields)
+        one_number = _array(np.float32, 1)
+        names = [field.name for field in dataclasses.fields(GradientStats)]
+        stats_R = GradientStats(**dict.fromkeys(names, one_number))  # the same for each field
     return Response(
         differences=differences,
         loss_SR=_array(float, work.num_updates, 1),
@@ -522,5 +552,8 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
 
 
 def _array(dtype: DTypeLike, *shape: int) -> Any:
-    """Return a `jax.ShapeDtypeStruct`, which stands for an array of NumPy."""
+    """Return a `jax.ShapeDtypeStruct`, which stands for an array of NumPy.
+
+    Its type is `Any`, as it takes an array's place in typed fields.
+    """
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))

@@ -25,6 +25,8 @@ StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 USES = ("computing", "uploading", "waiting", "downloading")
 """What a learner does with its time, in the order of its responses."""
 
+_SHOWN_CHARACTERS = 300  # of what another process says
+
 
 class Refused(Exception):
     """Error: something from another process is not what it should be, and was not used."""
@@ -33,10 +35,10 @@ class Refused(Exception):
 def said(text: str) -> str:
     """Quote the words of another process in a message: on one line, without control characters.
 
-    Only the first 300 characters are shown.
+    Only the first `_SHOWN_CHARACTERS` are shown.
     """
     line = " ".join(text.split())
-    return f"it says {line[:300]!r}"
+    return f"it says {line[:_SHOWN_CHARACTERS]!r}"
 
 
 def array_bytes(tree: PyTree) -> int:
@@ -49,8 +51,8 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
 
     `form` is a tree of `jax.ShapeDtypeStruct`; `name` is the tree's, for the error.
     """
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(form)}
+    leaves = _leaves_by_path(tree)
+    wanted = _leaves_by_path(form)
     if leaves.keys() != wanted.keys():
         raise Refused(f"{name}: parts are missing or unknown")
     for key, want in wanted.items():
@@ -60,8 +62,13 @@ def check_form(tree: PyTree, form: PyTree, name: str) -> None:
             raise Refused(f"{name}{key}: no array {want.shape} of {want.dtype}")
 
 
+def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths in it, as text."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
 def tree_sha256(tree: PyTree) -> str:
-    """Return the hash of the arrays of a tree, by which two processes compare them."""
+    """Return the hash of the bytes of a tree's arrays, by which two processes compare them."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
@@ -94,13 +101,13 @@ class RunDescription(Format):
 class RequestId(Format):
     """Which request of a learner this is, or the response to it."""
 
-    generation: Count
-    learner: Count
+    generation: Count  # number of the driver among the run's drivers
+    learner: Count  # number of the learner
     incarnation: Count  # how many times the learner has been restarted
     request: Count = 0  # 0: none; the id is that of the learner
 
     def of(self, request: int) -> "RequestId":
-        """Return the id of a request of this learner."""
+        """Return the id of this learner's request with a number; 0 gives the learner's own id."""
         return self.model_copy(update={"request": request})
 
     def heartbeat_name(self) -> str:
@@ -108,7 +115,10 @@ class RequestId(Format):
         return f"learners/{self.generation}/{self.learner}-{self.incarnation}.json"
 
     def name(self, part: str) -> str:
-        """Return the name of a request, in the part `requests`, or of its response."""
+        """Return the name of a request's object in the bucket, or of its response's.
+
+        `part` is "requests" or "responses", with which the name begins.
+        """
         return (
             f"{part}/{self.generation}/{self.learner}-{self.incarnation}/{self.request}.safetensors"
         )
@@ -129,24 +139,24 @@ class DriverHeartbeat(Format):
     count: Count  # a heartbeat with a smaller one is older
     learners: list[LearnerRequests] = []
     adloco_jax: str = ""  # version of the driver's package
-    is_over: bool = False
-    has_ended: bool = False
+    is_over: bool = False  # whether the run is over, so learners leave
+    has_ended: bool = False  # whether the driver has ended; this heartbeat is its last
 
 
 class Hello(Format):
-    """What a learner has: data, versions, and devices in words."""
+    """What a learner has, for the driver to compare."""
 
-    fingerprint: str
-    versions: dict[str, str]
-    devices: str
-    base: str = ""
+    fingerprint: str  # hash of the content of its data
+    versions: dict[str, str]  # of packages and Python, by name
+    devices: str  # in words
+    base: str = ""  # hash of its frozen weights; empty if there are none
 
 
 class Sign(Format):
-    """A learner's response to a heartbeat."""
+    """A learner's response to a ping, by which the driver asks for a sign of life."""
 
     leaving: bool  # whether it was asked to leave
-    compiling: bool
+    compiling: bool  # whether it compiles a program now
     hello: Hello
     max_batch_size: Size = INT32  # largest micro-batch for which its memory may suffice
     has_left: bool = False  # whether this is its last one
@@ -156,7 +166,7 @@ class Sign(Format):
 class LearnerHeartbeat(Format):
     """A learner's sign of life."""
 
-    count: Count
+    count: Count  # a heartbeat with a smaller one is older
     num_responses: Count  # that have been written in this incarnation
     sign: Sign
 
@@ -208,7 +218,7 @@ class RequestMessage(Format):
     request: Request | None = None  # None: inner states are asked for
     states: list[Number] = []  # the workers whose inner states are sent
     params: str | None = None  # name of the object with parameters; None: the learner has them
-    wanted: list[StateKey] = []
+    wanted: list[StateKey] = []  # the inner states that are asked for
 
 
 class ResponseMessage(Format):

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 REQUEST_BYTES = 8 * 2**20  # bytes of a piece, in which larger objects are sent
 SECOND = datetime.timedelta(seconds=1)
+# Words of obstore's errors that have no class of their own.
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
-# Words of errors without a class of their own. Without credentials, obstore asks the host for its
-# own, at the last two addresses.
-_DENIED = "403 Forbidden", "401 Unauthorized", "os error 13", "169.254.169", "metadata.google"
+_DENIED = (
+    "403 Forbidden",
+    "401 Unauthorized",
+    "os error 13",  # permission denied
+    # Without credentials, obstore asks the host for its own, at these addresses.
+    "169.254.169",
+    "metadata.google",
+)
 _BUSY = r"status code: (429|5\d\d)"  # too many requests, or an error of the server
+_SHOWN_CHARACTERS = 200  # of an error
 
 
 class Denied(Exception):
@@ -95,7 +102,9 @@ class Memory:
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether this call has written it."""
-        return self._objects.setdefault(name, data) is data  # another thread may write meanwhile
+        # One step, as another thread may write meanwhile.
+        stored = self._objects.setdefault(name, data)
+        return stored is data
 
     def delete(self, name: str) -> None:
         """Delete an object, or raise KeyError."""
@@ -144,8 +153,8 @@ class Bucket:
             try:
                 response = self._store.get(name)
             except FileNotFoundError as error:
-                if any(word in str(error) for word in _NO_BUCKET):
-                    raise  # not only the object is missing
+                if any(words in str(error) for words in _NO_BUCKET):
+                    raise  # not only the object is missing, but the bucket
                 return None
         return response.meta["size"], self._pieces(response)
 
@@ -182,11 +191,11 @@ class Bucket:
         return sorted(each["path"] for each in self._store.list().collect())
 
     def _follow_no_link(self, name: str, error: type[Exception]) -> None:
-        """Raise the error if the object's file would be reached through a symbolic link.
+        """Raise `error` if the object's file would be reached through a symbolic link.
 
         Whoever may write to a shared folder could otherwise direct others to any file.
         """
-        if self._folder and (self._folder / name).resolve() != self._folder / name:
+        if self._folder is not None and (self._folder / name).resolve() != self._folder / name:
             raise error(f"{self.address}: {name}: not followed, as it is a link; remove it")
 
 
@@ -219,7 +228,7 @@ def explained() -> Iterator[None]:
     except Exception as error:  # deliberately broad: obstore's errors have no common kind
         text = str(error)  # has the address too, and seconds such as 1.403
         kinds = (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)
-        if isinstance(error, kinds) or any(word in text for word in _DENIED):
+        if isinstance(error, kinds) or any(words in text for words in _DENIED):
             remedy = (
                 "make the bucket, set its credentials in the environment (docs/guides/sites.md),"
                 " and allow what is listed there"
@@ -231,6 +240,6 @@ def explained() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of obstore, cut; later lines are of its Rust code."""
+    """Return the first line of an error, cut; obstore adds lines about its Rust code."""
     line, _, _ = str(error).partition("\n")
-    return reason(RuntimeError(line), 200)
+    return reason(RuntimeError(line), _SHOWN_CHARACTERS)

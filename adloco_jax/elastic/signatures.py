@@ -13,13 +13,19 @@ from pathlib import Path
 from adloco_jax.elastic.messages import Refused
 from adloco_jax.errors import ConfigError
 
-_MARK = b"\nADLOCO_KEY:"  # between the content and the 64 digits of its HMAC
-NUM_BYTES = len(_MARK) + 64
+_MARK = b"\nADLOCO_KEY:"  # between the content and the digits of its HMAC
+_HMAC_DIGITS = 64  # hexadecimal ones, of an HMAC-SHA256
+NUM_BYTES = len(_MARK) + _HMAC_DIGITS  # of a signature
 _SHORTEST = 32  # characters of a key
+_KEY_BYTES = 32  # random bytes of a new key, which is written in hexadecimal digits
+_OWNER_ONLY = 0o600  # a file's mode: its owner may read and write it, nobody else
 
 
 def given_key() -> str:
-    """Return the environment's `ADLOCO_KEY`, empty if there is none; ConfigError if it is short."""
+    """Return the environment's `ADLOCO_KEY`; empty if there is none.
+
+    Raises ConfigError if it is too short.
+    """
     key = os.environ.get("ADLOCO_KEY", "")
     if 0 < len(key) < _SHORTEST:
         raise ConfigError(
@@ -30,21 +36,30 @@ def given_key() -> str:
 
 
 def find_key(path: Path) -> str:
-    """Return the environment's key, else that in a file of the run's folder, else a new one."""
+    """Return the environment's key, else that in the file at `path`, else a new one.
+
+    Nothing is written. Raises ConfigError if the environment's is too short.
+    """
     key = given_key()
     if key:
         return key
-    return path.read_text("utf-8") if path.exists() else secrets.token_hex(32)
+    if path.exists():
+        return path.read_text("utf-8")
+    return secrets.token_hex(_KEY_BYTES)
 
 
 def keep_key(path: Path, key: str) -> None:
-    """Write a key to the run's folder, for the user alone, unless the environment has it."""
+    """Write a key to the file at `path`, which only the user may read.
+
+    Nothing is written if the environment has the key, or the file is there.
+    """
     if given_key() or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def open_for_owner(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600)
+        """Open a file for `open`, which calls this, with the mode `_OWNER_ONLY`."""
+        return os.open(name, flags, _OWNER_ONLY)
 
     with open(path, "x", encoding="utf-8", opener=open_for_owner) as file:
         file.write(key)
@@ -68,7 +83,8 @@ class Signatures:
 
     def opened(self, name: str, data: bytes) -> bytes:
         """Return the content of an object; raise Refused if it is not signed as it must be."""
-        content, signature = data[:-NUM_BYTES], data[-NUM_BYTES:]
+        content = data[:-NUM_BYTES]
+        signature = data[-NUM_BYTES:]
         if not hmac.compare_digest(signature, self._signature(name, content)):
             raise Refused(f"{name}: damaged, or not signed with this run's ADLOCO_KEY")
         return content
@@ -80,10 +96,13 @@ class Signatures:
         before: `run.json` says itself which run it is of, a driver's heartbeat which start. Files
         are the same for every start.
         """
-        is_description = name == "run.json"
-        run = "" if is_description else self.run
-        is_of_any_start = is_description or name.startswith(("driver/", "files/"))
-        start = "" if is_of_any_start else self.start
+        run = self.run
+        start = self.start
+        if name == "run.json":
+            run = ""
+            start = ""
+        elif name.startswith(("driver/", "files/")):
+            start = ""
         digest = hmac.new(self._key, json.dumps([run, start, name]).encode() + b"\n", "sha256")
         digest.update(content)
         return _MARK + digest.hexdigest().encode()

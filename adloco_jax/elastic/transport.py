@@ -31,7 +31,7 @@ class Transport(Protocol):
     launches: bool
     """Whether `start` makes a process. It is lost if it does not answer within `engine.restart_s`.
 
-    If not, learners join by themselves, at any time, and have checked versions themselves."""
+    If not, learners join by themselves, at any time, and have compared versions themselves."""
     moves_states: bool
     """Whether the links are fast enough to fetch the inner states of workers that move or merge.
 
@@ -40,9 +40,9 @@ class Transport(Protocol):
     def put(self, params: PyTree, kind: Hashable) -> tuple[Reference, int]:
         """Store a trainer's parameters, or their update, for several calls.
 
-        Returns a reference, the argument `params` of calls of `Learner.run_round`, and the bytes
-        that were sent. `kind` says what is stored, for instance the update of trainer 0. Objects of
-        the same `kind` replace one another; the last two stay.
+        `kind` says what is stored, for instance the update of trainer 0. Of each kind only the last
+        two need to stay. Returns a reference, which calls of `Learner.run_round` have as their
+        argument `params`, and the number of bytes that were sent.
         """
         ...
 
@@ -55,9 +55,10 @@ class Transport(Protocol):
 
     # `**arguments` are those of the method, which a transport forwards as they are.
     def submit(self, handle: Handle, method: str, **arguments: Any) -> tuple[Call, int]:
-        """Call "ping", "run_round" or "states" of a `Learner`; return the call, and bytes sent.
+        """Call a method of a `Learner`; return the call, for `poll`, and the number of bytes sent.
 
-        Calls run one after another, "ping" and "states" beside them. The first is "ping".
+        `method` is "run_round", "ping" or "states". Calls of "run_round" run one after another, the
+        others beside them. The first call of a process is "ping".
         """
         ...
 
@@ -73,6 +74,12 @@ class Transport(Protocol):
         ...
 
 
+Connect: TypeAlias = Callable[
+    [str, int, LearnerSetup, Callable[[], bool]], contextlib.AbstractContextManager[Transport]
+]
+"""The type of `TransportEntry.connect`, which describes the arguments."""
+
+
 def always_possible(settings: Settings, folder: Path) -> None:
     """Check nothing, for a transport that any run can use."""
 
@@ -80,19 +87,25 @@ def always_possible(settings: Settings, folder: Path) -> None:
 class TransportEntry(NamedTuple):
     """A transport by name: an entry of `TRANSPORTS`.
 
+    It has two functions. `connect(address, num_learners, setup, is_over)` reaches the learners when
+    the run begins to train. It returns a context manager that yields the transport, and ends its
+    connections. Its arguments are:
+
+    - `address`: the option `engine.address`.
+    - `num_learners`: the number of learners that the run has at most.
+    - `setup`: that from which each learner is made.
+    - `is_over`: a function that says, at the end of the `with` block, whether the run is over. If
+      not, it will be continued, and learners may wait for that.
+
+    `check(settings, folder)` is called before anything is compiled or written. It raises UserError
+    if the run in `folder` cannot use the transport.
+
     Attributes:
-      connect: Called as `connect(address, num_learners, setup, is_over)`; returns a context manager
-        that yields the transport, and ends its connections. `address` is `engine.address`,
-        `num_learners` the most learners that the run has, and `setup` that from which each learner
-        is made. `is_over()` says at the end whether the run is over. If not, it will be continued,
-        and learners may wait for that.
-      check: Called as `check(settings, folder)` before anything is compiled or written. Raises
-        UserError if the run in `folder` cannot use the transport.
+      connect: Reaches the learners.
+      check: Checks that the run can use the transport.
     """
 
-    connect: Callable[
-        [str, int, LearnerSetup, Callable[[], bool]], contextlib.AbstractContextManager[Transport]
-    ]
+    connect: Connect
     check: Callable[[Settings, Path], None] = always_possible
 
 
@@ -122,5 +135,8 @@ def require_known_engine(kind: str) -> None:
     """Raise ConfigError unless `kind` is "local", or names an entry of `TRANSPORTS`."""
     known = ["local", *TRANSPORTS]
     if kind not in known:
-        need = f"must be {' or '.join(map(repr, known))}; a config file that adds it is given by"
-        raise ConfigError(f"engine.kind = {kind!r}: {need} --config FILE")
+        names = " or ".join(map(repr, known))
+        raise ConfigError(
+            f"engine.kind = {kind!r}: must be {names}; a config file that adds it is given by"
+            " --config FILE"
+        )
