@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -58,9 +58,14 @@ class Metrics(NamedTuple):
     stall_s: float  # seconds within `step_s` in which the round waited for compilation
 
 
-# For each group: losses and skips [T, R] by call, and norms of pseudo-gradients [M] by
-# synchronisation.
-Measured: TypeAlias = list[tuple[Group, list[tuple[Array, Array]], list[Array]]]
+class Measured(NamedTuple):
+    """What a group's round measures, in arrays on devices, which may still be computed."""
+
+    group: Group
+    calls: list[tuple[Array, Array]]  # for each call: losses, and skipped updates, both [T, R]
+    norms: list[Array]  # for each synchronisation: L2 norms of the trainers' pseudo-gradients [M]
+
+
 OnCall: TypeAlias = Callable[[float, Array], None] | None
 """Called with the share of the run that is done and losses; None: nobody is called."""
 
@@ -78,9 +83,18 @@ class LocalEngine:
         on_call: OnCall = None,
         is_stopped: Callable[[], bool] = bool,
     ):
-        """Make an engine; `on_call` learns the share of the run and the losses of an ended call.
+        """Make an engine; nothing is computed yet.
 
-        If `is_stopped()`, a round that does not end within `LAST_S` seconds raises Stopped.
+        Args:
+          settings: The settings of the run.
+          spec: What its programs share.
+          programs: Its compiled programs; the caller closes them.
+          rows: Its data.
+          heldout: The rows on which losses are computed.
+          on_call: Called when a call of the inner steps has ended, with the share of the run that
+            is then done and the call's losses [T, R].
+          is_stopped: Whether a signal has been received. Then a round that does not end within
+            `LAST_S` seconds raises Stopped.
         """
         self.settings = settings
         self.spec = spec
@@ -91,11 +105,11 @@ class LocalEngine:
         self._on_call = on_call
         self._is_stopped = is_stopped
         self._begun: State  # before the current round
-        # Of the current round:
-        self._num_calls = 0
-        self._shares = deque[float]()  # shares of the run at the ends of calls not yet reported
-        self._losses = deque[Array]()  # losses of those that are dispatched
-        self._clock_s = 0.0  # when its first call began
+        # Of the current round, by calls of the inner steps:
+        self._num_calls = 0  # how many the round has
+        self._shares = deque[float]()  # the share of the run at the end of each call not reported
+        self._losses = deque[Array]()  # losses of the calls that are dispatched and not reported
+        self._clock_s = 0.0  # `_now_s` when the first call was dispatched
         self._call_s = math.inf  # mean seconds of a call
         # The host's data before the current round; a caller needs them if the round fails.
         self.control_before: Control
@@ -119,7 +133,8 @@ class LocalEngine:
         round_inputs = self.inputs(before, plans)
         stats = [self._measure(state, test) for test in round_inputs.stats_rows]
 
-        # Count the round, and note for each call the share of the run that is done at its end.
+        # Count the round. Note for each call the share of the run that is done at its end, in equal
+        # steps.
         control, spent = count_round(
             before,
             plans,
@@ -129,8 +144,9 @@ class LocalEngine:
         )
         first = settings.share_done(before.round, before.tokens_total)
         last = settings.share_done(control.round, control.tokens_total)
-        self._num_calls = sum(map(len, round_inputs.calls))
-        self._shares = deque(np.linspace(first, last, self._num_calls + 1)[1:].tolist())
+        self._num_calls = sum(len(calls) for calls in round_inputs.calls)
+        ends = np.linspace(first, last, self._num_calls + 1)[1:]
+        self._shares = deque(ends.tolist())
         self._losses.clear()
         self._begun = state
         self._clock_s = self._now_s()
@@ -145,9 +161,10 @@ class LocalEngine:
 
         # Wait for the end of the updates.
         self._report(0)
-        jax.block_until_ready([norms for _, _, norms in measured])
+        jax.block_until_ready([of_group.norms for of_group in measured])
         step_s = time.perf_counter() - start_s
         stall_s = self.programs.stall_s - stalled_s
+
         lines = {m: round_inputs.lines[m] | spent[m] for m in plans}
         outcomes = _outcomes(measured)
         state = State(ensemble, control)
@@ -170,7 +187,11 @@ class LocalEngine:
         return make_round_inputs(control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
-        """Make the next round's inputs; compile the next two rounds' programs in the background."""
+        """Make the next round's inputs; compile the next two rounds' programs in the background.
+
+        `control` is the host's data at the end of the current round. Programs are compiled for the
+        merge that is foreseen; inputs are made as if trainers and workers stayed the same.
+        """
         settings = self.settings
         done = settings.share_done(control.round, control.tokens_total)
         after_merge = foreseen(control, settings.merge, settings.ensemble, done)
@@ -199,37 +220,46 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the run, which made the programs, closes them."""
 
-    def _dispatch(self, state: State, round_inputs: RoundInputs) -> tuple[Ensemble, Measured]:
-        """Dispatch the programs of a round's updates to the devices, and do not wait for them."""
-        ensemble, measured = state.ensemble, []
+    def _dispatch(self, state: State, round_inputs: RoundInputs) -> tuple[Ensemble, list[Measured]]:
+        """Dispatch the programs of a round's updates to the devices, and do not wait for them.
+
+        Returns the ensemble after the round, and what each group measures; both may still be
+        computed. Raises Stopped as `_note` does.
+        """
+        ensemble = state.ensemble
+        measured = []
         for group, calls in zip(round_inputs.groups, round_inputs.calls, strict=True):
-            at = state.control.positions(group.trainers)
-            sub, workers, pairs, norms = inner_round(
-                self.programs, _take(ensemble, at), group, calls, self._note
+            positions = state.control.positions(group.trainers)
+            sub, workers, losses_and_skips, norms = inner_round(
+                self.programs, _take(ensemble, positions), group, calls, self._note
             )
-            inner_state_R = workers.inner_state_R
-            workers = workers.replace(inner_state_R=None)
-            if self.spec.outer.own_params:
+            if self.spec.outer.own_params:  # the fragments have been synchronised on the way
                 sub = sub.replace(params_R=workers.params_R)
             else:
-                sub, norm_M = self.programs.call(group.key("outer"), sub, workers)
+                without_states = workers.replace(inner_state_R=None)
+                sub, norm_M = self.programs.call(group.key("outer"), sub, without_states)
                 norms.append(norm_M)
-            ensemble = self._put(ensemble, at, sub.replace(inner_state_R=inner_state_R))
-            measured.append((group, pairs, norms))
-        if len(measured) > 1:
-            at = ensemble.round.sharding
-            ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
+            sub = sub.replace(inner_state_R=workers.inner_state_R)
+            ensemble = self._put(ensemble, positions, sub)
+            measured.append(Measured(group, losses_and_skips, norms))
+        if len(measured) > 1:  # each group has counted a round
+            next_round = reshard(np.int32(state.control.round + 1), ensemble.round.sharding)
+            ensemble = ensemble.replace(round=next_round)
         return ensemble, measured
 
     def _note(self, loss_TR: Array) -> None:
-        """Take the losses of a call that was dispatched; raise Stopped after a signal."""
+        """Take the losses of a call that was dispatched, and report the calls that have ended.
+
+        If calls are long, wait until only this one is left. Raises Stopped after a signal, if the
+        round would take more than `LAST_S` seconds.
+        """
         self._losses.append(loss_TR)
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
             raise Stopped(self._begun)
 
     def _report(self, most: float) -> None:
-        """Report the calls that have ended; wait until at most `most` have not."""
+        """Report the calls that have ended, in their order; wait until at most `most` have not."""
         while self._losses:
             # Arrays have this method, but the type `jax.Array` does not declare it.
             ready = self._losses[0].is_ready()  # pyrefly: ignore[missing-attribute]
@@ -246,7 +276,9 @@ class LocalEngine:
     def left_s(self) -> float:
         """Seconds that the current round will still take; NaN before a first call has ended."""
         num_left = len(self._shares)
-        return self._call_s * num_left if num_left < self._num_calls else math.nan
+        if num_left == self._num_calls:
+            return math.nan
+        return self._call_s * num_left
 
     def _now_s(self) -> float:
         """Return a clock's seconds, without those in which the engine waited for compilation."""
@@ -260,8 +292,9 @@ class LocalEngine:
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
         """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
-        at = merge_positions(state.control, members, after)
-        return replace(merged, state.ensemble, np.asarray(weights, np.float32), *at)
+        positions, workers = merge_positions(state.control, members, after)
+        weights_n = np.asarray(weights, np.float32)
+        return replace(merged, state.ensemble, weights_n, positions, workers)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
@@ -280,32 +313,32 @@ class LocalEngine:
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state, []
         for group in classes(control, owed, self.spec):
-            at = control.positions(group.trainers)
-            sub = _take(ensemble, at)
+            positions = control.positions(group.trainers)
+            sub = _take(ensemble, positions)
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
-            sub = flushed.replace(inner_state_R=sub.inner_state_R)
-            ensemble = self._put(ensemble, at, sub)
+            flushed = flushed.replace(inner_state_R=sub.inner_state_R)
+            ensemble = self._put(ensemble, positions, flushed)
         full_sync_bytes = packed_bytes(self.spec.params, self.spec.outer.precision)
         control, line = count_flush(control, owed, sync_bytes=full_sync_bytes)
         self._flushed.update(owed)
         return State(ensemble, control), [line]
 
-    def _put(self, ensemble: Ensemble, trainers: tuple[int, ...], sub: Ensemble) -> Ensemble:
+    def _put(self, ensemble: Ensemble, positions: tuple[int, ...], sub: Ensemble) -> Ensemble:
         """Write the trainers of `sub`, in order, to these positions of the ensemble.
 
         If they are all trainers, `sub` is the result. Otherwise `ensemble` is donated.
         """
-        if len(trainers) == ensemble.num_trainers:
+        if len(positions) == ensemble.num_trainers:
             return sub
-        at = placement(self.spec, Layout(sub.sizes))  # a mesh of all devices
-        return _written(ensemble, trainers, reshard(sub, at.ensemble(sub)))
+        all_devices = placement(self.spec, Layout(sub.sizes))
+        return _written(ensemble, positions, reshard(sub, all_devices.ensemble(sub)))
 
 
-def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
+def _take(ensemble: Ensemble, positions: tuple[int, ...]) -> Ensemble:
     """Return the trainers at these positions, with their workers; `ensemble` itself if all."""
-    if len(trainers) == ensemble.num_trainers:
+    if len(positions) == ensemble.num_trainers:
         return ensemble
-    return taken(ensemble, trainers)
+    return taken(ensemble, positions)
 
 
 def end_round(
@@ -353,13 +386,14 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
     broken = []
     for m, outcome in outcomes.items():
         trainer = control.trainers[m]
-        in_a_row = {}
-        columns = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
-        for stream, loss_S, skipped_S in columns:
-            made = np.flatnonzero(~np.isnan(loss_S))
-            if made.size:  # count those after the last update that was made
-                in_a_row[str(stream)] = int(skipped_S[made[-1] + 1 :].sum())
-            else:
+        in_a_row = {}  # by stream, as in `Trainer.skipped_in_a_row`
+        workers = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
+        for stream, loss_S, skipped_S in workers:
+            made = np.flatnonzero(~np.isnan(loss_S))  # positions of updates that were not skipped
+            if made.size:
+                after_last = made[-1] + 1
+                in_a_row[str(stream)] = int(skipped_S[after_last:].sum())
+            else:  # none was made: the row of skipped updates goes on
                 before = trainer.skipped_in_a_row.get(str(stream), 0)
                 in_a_row[str(stream)] = before + int(skipped_S.sum())
         trainer.skipped_in_a_row = in_a_row
@@ -371,11 +405,12 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
     """Remove trainers from a state; return a ledger line for each of them too.
 
-    If no trainer is left, the returned ensemble must not be used.
+    `broken` has their ids. If no trainer is left, the returned ensemble must not be used.
     """
     if not broken:
         return state, []
-    ensemble, control = state.ensemble, copy.deepcopy(state.control)
+    ensemble = state.ensemble
+    control = copy.deepcopy(state.control)
     changes: list[dict] = []
     for m in broken:
         trainer = control.trainers.pop(m)
@@ -393,7 +428,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
         )
     if control.trainers:
         ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
-        control.round = min(map(control.rounds_of, control.trainers))
+        control.round = min(control.rounds_of(m) for m in control.trainers)
     return State(ensemble, control), changes
 
 
@@ -406,29 +441,36 @@ def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats
     """
     stats = {}
     for test, stats_R in zip(stats_rows, measured, strict=True):
-        fields = [np.asarray(value, np.float64) for value in vars(stats_R).values()]
-        for m, count_W, *fields_W in _split(test.group, test.count_R, *fields):
-            if count_W[0]:  # the same for all workers of a trainer
-                stats[m] = GradientStats(*fields_W)
+        fields_R = {}
+        for name, value_R in vars(stats_R).items():
+            fields_R[name] = np.asarray(value_R, np.float64)
+        for m, workers in _workers_of(test.group):
+            if test.count_R[workers.start]:  # the same number for all workers of a trainer
+                fields_W = {name: value_R[workers] for name, value_R in fields_R.items()}
+                stats[m] = GradientStats(**fields_W)
     return stats
 
 
-def _outcomes(measured: Measured) -> dict[int, Outcome]:
-    """Wait for what a round's groups measured, and divide it by trainer."""
+def _outcomes(measured: Sequence[Measured]) -> dict[int, Outcome]:
+    """Wait for what a round's groups measured, and divide it by trainer; ids ascend."""
     outcomes = {}
-    for group, pairs, norms in measured:
+    for group, calls, norms in measured:
+        loss_SR, skipped_SR = by_update(group, calls)
         # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
-        parts = _split(group, *by_update(group, pairs))
-        for (m, loss_SW, skipped_SW), norm in zip(parts, norm_M, strict=True):
-            outcomes[m] = Outcome(loss_SW, skipped_SW, norm)
+        for (m, workers), norm in zip(_workers_of(group), norm_M, strict=True):
+            outcomes[m] = Outcome(loss_SR[:, workers], skipped_SR[:, workers], norm)
     return {m: outcomes[m] for m in sorted(outcomes)}
 
 
-def _split(group: Group, *arrays_R: np.ndarray) -> Iterator[tuple]:
-    """Divide arrays [..., R] of a group's workers: each trainer's id, and its part of each."""
-    ends = np.cumsum(group.sizes)[:-1]
-    return zip(group.trainers, *(np.split(one, ends, axis=-1) for one in arrays_R), strict=True)
+def _workers_of(group: Group) -> list[tuple[int, slice]]:
+    """List each trainer's id, and the positions of its workers in the group's arrays [..., R]."""
+    workers = []
+    first = 0
+    for m, size in zip(group.trainers, group.sizes, strict=True):
+        workers.append((m, slice(first, first + size)))
+        first += size
+    return workers
 
 
 @functools.partial(jax.jit, static_argnums=1)
