@@ -215,22 +215,23 @@ def _largest_fitting(
     """
     spec = programs.spec
     first = sizes[0]
+    first_pool = start(ensemble, batching, first)  # trainers with the workers of the first round
+    whole_pool = start(ensemble, batching, first, whole_pool=True)  # and with all that may join
+    workers = whole_pool.sizes  # the number of each trainer's workers
     budget = spec.machine.budget(batching.memory_frac)  # bytes of a device that a run may use
-    workers = ensemble.sizes(whole_pool=True)  # the number of each trainer's workers
     least = least_bytes(spec, workers, accumulates=accumulates(batching, switch, first))
     peaks_of: dict[int, dict[str, Peak]] = {first: {}}  # by candidate, as far as measured
 
     def compiled_bytes(size: int) -> int:
         """Compile the programs for a candidate; return the most bytes that one of them needs."""
-        pool = start(ensemble, batching, size, whole_pool=True)
+        pool = dataclasses.replace(whole_pool, max_batch_size=size)
         peaks_of[size] = program_peaks(pool, programs, batching, switch)
         return largest_peak(peaks_of[size])
 
     if least <= budget:  # else nothing needs to be compiled
         if spec.machine.platform == "cpu" and len(sizes) > 1:
             # Only the programs of the first round are compiled; others wait until they are needed.
-            pool = start(ensemble, batching, first)
-            keys = first_keys(pool, batching, spec, first, accumulates=False)
+            keys = first_keys(first_pool, batching, spec, first, accumulates=False)
             programs.prefetch(keys)
             peaks_of[first] = {str(key): peak(programs, key, workers) for key in keys}
 
