@@ -40,7 +40,10 @@ executed: list[Path] = []
 
 
 def default_config() -> ConfigDict:
-    """Return a locked config in which every option has its default value."""
+    """Return a locked config in which every option has its default value, or is unset.
+
+    An unset option is None or "auto", and accepts a value of its type.
+    """
     config = ConfigDict({group: {} for group in GROUPS})
     for key in OPTIONS:
         group, _, name = key.rpartition(".")
@@ -57,10 +60,12 @@ def default_config() -> ConfigDict:
 
 
 def plain_type(key: str) -> Any:
-    """Return the type of an option that is set, without its limits."""
+    """Return the type of an option that is set, without its limits: int for `Count | None`."""
     group, _, name = key.rpartition(".")
     kind = get_type_hints(GROUPS.get(group, Settings))[name]
-    return get_args(kind)[0] if type(None) in get_args(kind) else kind
+    if type(None) in get_args(kind):  # None comes last
+        return get_args(kind)[0]
+    return kind
 
 
 def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
@@ -97,8 +102,9 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
         settings = Config.model_validate(values)
     except ValidationError as error:  # of types and limits, which need no tables
         faults = worded(error)
+        # The faulty options are taken out, so that they have their defaults.
         for fault in error.errors():
-            loc = [str(part) for part in fault["loc"]]
+            loc = [str(part) for part in fault["loc"]]  # such as ["inner", "tx"]
             if len(loc) == 1:  # a group, or an option of none
                 values.pop(loc[0], None)
                 wrong.append(f"{loc[0]} = ")
@@ -108,6 +114,7 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
         # Check the rules of all other options too.
         settings = Config.model_validate(no_options | values)
     rules = settings.faults(tables())
+    # A broken rule about a faulty option would be about its default.
     faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -172,12 +179,12 @@ def completed(
     model, data = config.model, config.data
     if reads:
         # What was recorded counts only if the run had the same checkpoint, or a text too.
-        had_checkpoint = record.get("model", {}).get("init_from") == model.init_from
-        model, found_sizes = _of_checkpoint(
-            model, record if had_checkpoint else {}, known["ARCHITECTURES"]
-        )
-        had_text = bool(record.get("data", {}).get("path")) == bool(data.path)
-        data, found = _of_files(data, record if had_text else {})
+        same_checkpoint = record.get("model", {}).get("init_from") == model.init_from
+        of_checkpoint = record if same_checkpoint else {}
+        model, found_sizes = _of_checkpoint(model, of_checkpoint, known["ARCHITECTURES"])
+        both_have_text = bool(record.get("data", {}).get("path")) == bool(data.path)
+        of_text = record if both_have_text else {}
+        data, found = _of_files(data, of_text)
         if found or found_sizes:
             found_all = ", ".join(found + found_sizes)
             note(f"found: {found_all}; set a key to choose another value")
@@ -192,7 +199,10 @@ def completed(
 
 
 def _record(workdir: str | Path | None) -> dict[str, Any]:
-    """Return the settings that a run recorded, if any; a damaged record is reported later."""
+    """Return the settings that a run recorded, by group; empty without a run.
+
+    Empty also if the record is damaged, which `run.kept.folder.recorded` reports later.
+    """
     if workdir is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return dict(json.loads(Path(workdir, "config.json").read_bytes())["config"])
@@ -200,7 +210,10 @@ def _record(workdir: str | Path | None) -> dict[str, Any]:
 
 
 def _filled(group: Any, record: dict[str, Any]) -> Any:
-    """Return a group of settings with the recorded values of what it leaves unset."""
+    """Return a `SettingsGroup` with the recorded values of what it leaves unset.
+
+    `record` has the options of all groups, by group.
+    """
     recorded = record.get(group.group, {})
     found = {key: recorded[key] for key in group.unset if key in recorded}
     return group.model_copy(update=found)
@@ -209,19 +222,25 @@ def _filled(group: Any, record: dict[str, Any]) -> Any:
 def _of_checkpoint(
     model: ModelSettings, record: dict[str, Any], architectures: Mapping[str, Any]
 ) -> tuple[ModelSettings, list[str]]:
-    """Add the `config.json` of `model.init_from` and unset sizes; say which were found in it."""
+    """Add the `config.json` of `model.init_from`, and find the sizes that are unset.
+
+    Returns the settings of the model, and a line if sizes were read in the checkpoint. `record` has
+    all settings of an earlier run from the same checkpoint, and is empty without one.
+    """
     model = _filled(model, record)
     recorded = record.get("model", {})
     if model.base_dtype is None:
-        # A driver finds both for the learner on its computer.
-        remat = recorded.get("remat") if model.remat is None else model.remat
+        # The run began with a type that fitted; with a learner on this computer, `remat` did too.
+        remat = model.remat
+        if remat is None:
+            remat = recorded.get("remat")
         update = {"base_dtype": recorded.get("base_dtype"), "remat": remat}
         model = model.model_copy(update=update)
-    weight_map = architectures[model.arch].weight_map
+    weight_map = architectures[model.arch].weight_map  # None: checkpoints are not read
     if not model.init_from or weight_map is None:
         return model, []
     found: list[str] = []
-    content = recorded.get("checkpoint") or model.checkpoint
+    content = recorded.get("checkpoint") or model.checkpoint  # config.json as text
     if not content or model.unset:
         from adloco_jax.models import hf  # imported only here, because it imports JAX
 
@@ -229,7 +248,7 @@ def _of_checkpoint(
         content = json.dumps(checkpoint.config)
         # A checkpoint of another architecture may lack some sizes. The default is used for these,
         # and the run later refuses such a checkpoint.
-        attributes = {attribute for attribute, _ in weight_map.sizes.values()}
+        attributes = {attribute for attribute, _ in weight_map.sizes.values()}  # names of options
         sizes = {}
         for name in model.unset & attributes:
             sizes[name] = getattr(checkpoint.network, name, getattr(model, name))
@@ -242,7 +261,11 @@ def _of_checkpoint(
 
 
 def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings, list[str]]:
-    """Find source and column of a text by its files, and today's date; say what was found."""
+    """Find source and column of a text by its files, and today's date for chats.
+
+    Returns the settings of the data, and what was found in files, as "key=value by ...". `record`
+    is as in `_of_checkpoint`.
+    """
     data = _filled(data, record)
     found = []
     if "source" in data.unset:
@@ -272,19 +295,24 @@ def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> Ensembl
 
 
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
-    """Let unset limits of batches follow the first batch; list the sizes of micro-batches."""
+    """Let unset limits of batches follow the first batch; list the sizes of micro-batches.
+
+    Sets `max_batch_size` (None if memory decides), `batch_cap` and `buckets`.
+    """
     first = batching.initial_batch_size
-    is_measured = tests[batching.test].needs != "nothing"
+    is_measured = tests[batching.test].needs != "nothing"  # else a schedule sets the batch
     grows = batching.test != "constant" and ("batch" in batching.growth or not is_measured)
 
     cap = batching.batch_cap
-    if batching.unset:
+    if "batch_cap" in batching.unset:
         cap = max(cap, first) if grows else first
     largest = batching.max_batch_size  # None: what fits in memory is found later
     if largest is None and (not grows or cap == first):
         largest = first
 
-    most = largest or cap
+    most = cap  # sequences of a micro-batch
+    if largest is not None:
+        most = largest
     if batching.buckets:
         sizes = [*batching.buckets]
     elif grows:  # 1, 2, 3, 4, 6, 8, 12, ...
@@ -299,7 +327,10 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
 
 
 def worded(error: ValidationError) -> list[str]:
-    """Describe the faults that pydantic has found in settings, each on one line."""
+    """Describe the faults that pydantic has found in settings, each on one line.
+
+    A line has the key, the value and what it must be; of an unknown key, the nearest known one.
+    """
     lines = []
     for fault in error.errors(include_url=False):
         key = ""  # such as batching.ramp[0][1]
@@ -309,7 +340,7 @@ def worded(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             lines.append(unknown_key_fault(key))
         else:
-            need = re.sub(r"^\w+ should", "must", fault["msg"])
+            need = re.sub(r"^\w+ should", "must", fault["msg"])  # such as "Input should be ..."
             lines.append(f"{key} = {shown(fault['input'])}: {need}")
     return lines
 
@@ -321,13 +352,15 @@ def unknown_key_fault(key: str) -> str:
 
 
 def namesakes(key: str) -> list[str]:
-    """List the known keys with the same last part, or whose words begin with its letters (`lr`).
+    """List the known keys that an unknown one may mean, by its last part, its name.
 
-    Else those that contain it as words (`batch_size`), or the first of the group that it names. Of
-    several, keys of the same group are preferred.
+    They are those with the same name, or whose words begin with its letters (`lr` for
+    `learning_rate`). Else those that contain it as words (`batch_size`), or the first two of the
+    group that it names. Of several, keys of the same group are preferred. The list may be empty.
     """
     group, _, name = key.rpartition(".")
-    groups, names = {}, {}
+    groups = {}
+    names = {}
     for known in OPTIONS:
         groups[known], _, names[known] = known.rpartition(".")
 

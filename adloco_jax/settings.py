@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_arg
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+# What another value of an option means for a run that is resumed: it goes on, it goes on if the
+# user accepts that, or it would be another run.
 Change = Literal["harmless", "accepted", "refused"]
 # The public tables, such as `BATCH_TESTS`, by name.
 Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
-# The options that a broken rule is about, separated by spaces, and what to do.
+# A broken rule: the keys of the options that it is about, separated by spaces, and what to do.
 Rule: TypeAlias = tuple[str, str]
 
 INT32 = 2**31 - 1  # counts have to fit into int32, because devices store them so
@@ -80,14 +82,20 @@ class SettingsGroup(
         """The options that are still to be found by `config.completed`."""
         names = set()
         for name, field in type(self).model_fields.items():
+            if name in self.model_fields_set:
+                continue
             for mark in field.metadata:
-                has_place = isinstance(mark, Found) and bool(getattr(self, mark.key))
-                if has_place and name not in self.model_fields_set:
+                # The option that says where to look, such as `data.path`, may be empty.
+                if isinstance(mark, Found) and getattr(self, mark.key):
                     names.add(name)
         return names
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the rules about combinations of options that are broken."""
+        """Yield the rules about combinations of options that are broken; here there are none.
+
+        Called only if each option that names an entry of `tables` names one that there is. Keys of
+        a rule are without the name of the group.
+        """
         yield from ()
 
     def _unknown_names(self, tables: Tables) -> list[Rule]:
@@ -104,16 +112,16 @@ class SettingsGroup(
         """Describe names that no table has, else broken rules; those of the groups come first.
 
         Rules about several groups are checked if no group names an entry that does not exist, and
-        no rule about an option that is still to be found.
+        no rule about an option that is still to be found. Each line ends with what to do.
         """
-        groups = [value for _, value in self if isinstance(value, SettingsGroup)]
+        groups = [value for _, value in self if isinstance(value, SettingsGroup)]  # of a config
         lines: list[str] = []
         for group in groups:
             lines += group.faults(tables)
         broken = self._unknown_names(tables)
         all_known = not broken and not any(group._unknown_names(tables) for group in groups)
         if all_known:  # the rules look entries up
-            broken = [*self.broken_rules(tables)]
+            broken = list(self.broken_rules(tables))
         for keys, need in broken:
             if self.unset.isdisjoint(keys.split()):
                 lines.append(f"{self._values(keys)}: {need}")
@@ -192,6 +200,7 @@ class ModelSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the architecture."""
+        # A rule: names of options, whether their values go together (a function), and what to do.
         for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
             values = [getattr(self, name) for name in names]
             if not holds(*values):
@@ -269,7 +278,7 @@ class DataSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
-        source = tables["DATA_SOURCES"][self.source]
+        source = tables["DATA_SOURCES"][self.source]  # says which options it needs and refuses
         if self.is_chat and "text_column" not in source.needs:
             yield (
                 "source text_column",
@@ -306,7 +315,9 @@ class EnsembleSettings(SettingsGroup):
     def sizes(self, *, whole_pool: bool = False) -> tuple[int, ...]:
         """Return each trainer's number of workers at the start, or once all workers have joined."""
         num_workers = self.num_workers if whole_pool else self.initial_workers
-        return even_sizes(self.num_trainers, num_workers or self.num_workers)
+        if num_workers is None:  # all workers are there from the start
+            num_workers = self.num_workers
+        return even_sizes(self.num_trainers, num_workers)
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about numbers of workers."""
@@ -459,8 +470,11 @@ class BatchingSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about growth, micro-batches and the schedule of batches."""
-        first, largest, cap = self.initial_batch_size, self.max_batch_size, self.batch_cap
-        if not 0 < len(self.growth) == len(set(self.growth)):
+        first = self.initial_batch_size
+        largest = self.max_batch_size
+        cap = self.batch_cap
+        names_twice = len(set(self.growth)) < len(self.growth)
+        if not self.growth or names_twice:
             yield "growth", "must name some of workers, rounds, batch; list each once"
         for key, limit in (("max_batch_size", largest), ("batch_cap", cap)):
             if limit is not None and first > limit:
@@ -471,10 +485,12 @@ class BatchingSettings(SettingsGroup):
         has_ramp = self.ramp != ()
         if (self.test == "ramp") != has_ramp:
             yield "test ramp", "test='ramp' and (round, batch) pairs need each other; set both"
-        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
-        if self.ramp and not (self.ramp[0] == (0, first) and rises and self.ramp[-1][1] <= cap):
-            need = "starts at (0, first batch); rounds increase, batches never fall, to the cap"
-            yield "ramp initial_batch_size batch_cap", need
+        if has_ramp:
+            rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.ramp))
+            _, last_batch = self.ramp[-1]
+            if self.ramp[0] != (0, first) or not rises or last_batch > cap:
+                need = "starts at (0, first batch); rounds increase, batches never fall, to the cap"
+                yield "ramp initial_batch_size batch_cap", need
 
 
 class SwitchSettings(SettingsGroup):
@@ -579,13 +595,15 @@ class EngineSettings(SettingsGroup):
     @property
     def serves(self) -> bool:
         """Whether the driver gives learners the files that they lack."""
-        return self.kind == "direct" if self.serves_files is None else self.serves_files
+        if self.serves_files is None:
+            return self.kind == "direct"
+        return self.serves_files
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about learners."""
         fields = type(self).model_fields.items()
         changed = [name for name, field in fields if getattr(self, name) != field.default]
-        if self.kind == "local" and changed:  # `kind` itself has its default then
+        if self.kind == "local" and changed:  # `kind` has its default, and is not in `changed`
             need = "this engine has no learners; set the first to direct, or unset the rest"
             yield " ".join(["kind", *changed]), need
         if self.kind == "bucket" and "://" not in self.address:
@@ -677,16 +695,24 @@ class Config(SettingsGroup):
     @property
     def last_token(self) -> float:
         """The tokens after which the run ends at the latest; infinite if only rounds end it."""
-        passes = (self.num_epochs or 0.0) * self.num_rows * self.data.sequence_length
-        return min(self.num_tokens or math.inf, passes or math.inf)
+        last = math.inf
+        if self.num_tokens:
+            last = self.num_tokens
+        if self.num_epochs and self.num_rows:  # the rows may not be read yet
+            last = min(last, self.num_epochs * self.num_rows * self.data.sequence_length)
+        return last
 
     def share_done(self, rounds: int, tokens: int) -> float:
         """Return the fraction of the run that is done: of rounds or of tokens, the larger."""
         return max(rounds / self.last_round, tokens / self.last_token)
 
     def flat(self) -> dict[str, Any]:
-        """Return all settings in one dict by dotted key, such as `inner.tx`; tuples are lists."""
-        flat, of_groups = {}, {}
+        """Return all settings in one dict by dotted key, such as `inner.tx`; tuples are lists.
+
+        Options of no group, such as `seed`, come first.
+        """
+        flat = {}
+        of_groups = {}
         for name, value in self.model_dump(mode="json").items():
             if name not in GROUPS:
                 flat[name] = value
@@ -707,8 +733,10 @@ class Config(SettingsGroup):
         is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
         if not self.num_epochs or not num_rows or not is_fixed or self.outer.own_params:
             return known
-        at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())
-        updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)  # of a pass
+        at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())  # rows of an update
+        # Updates of a pass, or of the part of it that the run makes; then their rounds; then the
+        # updates of one of these.
+        updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)
         rounds = math.ceil(updates / inner.steps_per_round)
         steps = math.ceil(updates / rounds)
         return known.model_copy(
@@ -716,17 +744,20 @@ class Config(SettingsGroup):
         )
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about options of several groups."""
-        inner, outer, workers = self.inner, self.outer, self.ensemble
+        """Find the broken rules about options of several groups; their keys name the group."""
+        inner = self.inner
+        outer = self.outer
+        workers = self.ensemble
         source = tables["DATA_SOURCES"][self.data.source]
         architecture = tables["ARCHITECTURES"][self.model.arch]
         is_labelled = architecture.data == "labelled"
         is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
+        # Whether workers may join after the start: at a set time, or as gradient noise grows.
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
         is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
-        build = inspect.signature(architecture.build)
+        can_adapt = "adapter" in inspect.signature(architecture.build).parameters
 
-        if self.adapter.rank and "adapter" not in build.parameters:
+        if self.adapter.rank and not can_adapt:
             yield "adapter.rank model.arch", "it can have no adapter; set the first to 0"
         elif self.adapter.rank and not self.model.init_from:
             yield "adapter.rank model.init_from", "no weights to adapt; set the second"
@@ -793,7 +824,7 @@ GROUPS: dict[str, Any] = {
 
 
 def _options() -> dict[str, FieldInfo]:
-    """Collect the options, those of no group first; fields that are only recorded are none."""
+    """Collect the options by key, those of no group first; fields only recorded are none."""
     options = {}
     for name, field in Settings.model_fields.items():
         if name not in GROUPS and RECORDED not in field.metadata:
@@ -806,7 +837,7 @@ def _options() -> dict[str, FieldInfo]:
 
 
 def _marked(kind: type) -> dict[str, Any]:
-    """Collect the annotations of a kind, by the options that have one."""
+    """Collect the annotations of a kind, `Entry` or `Found`, by the keys of options with one."""
     marks = {}
     for key, field in OPTIONS.items():
         for mark in field.metadata:
@@ -833,9 +864,12 @@ def bytes_per_s(link: str) -> float:
     return 0.95 * bits_per_s / 8  # headers take about a twentieth
 
 
-def change(key: str) -> Change:
-    """Return whether an option may change when a run is resumed."""
-    group = key.partition(".")[0]
+def kind_of_change(key: str) -> Change:
+    """Return what another value of an option means for a run that is resumed.
+
+    The field's annotation says so, else that of its group.
+    """
+    group, _, _ = key.partition(".")
     marks = [*OPTIONS[key].metadata, *Settings.model_fields[group].metadata]
     return next(mark for mark in marks if mark in get_args(Change))
 
@@ -845,7 +879,9 @@ def default_of(key: str) -> Any:
     field = OPTIONS[key]
     if AUTO in field.metadata:
         return "auto"
-    return None if key in FOUND else field.default
+    if key in FOUND:
+        return None
+    return field.default
 
 
 def meaning(key: str) -> str:

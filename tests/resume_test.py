@@ -23,7 +23,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
 from adloco_jax.host import processes
 from adloco_jax.run.kept import checkpoint
 from adloco_jax.run.kept.folder import check_config, exclusive, recorded_settings, write_config
-from adloco_jax.settings import OPTIONS, change
+from adloco_jax.settings import OPTIONS, kind_of_change
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -145,9 +145,9 @@ def test_a_ledger_that_lacks_rounds_is_refused_and_left_as_it_is(stopped):
 
 
 def test_every_key_has_a_class():
-    assert {change(key) for key in OPTIONS} == {"harmless", "accepted", "refused"}
+    assert {kind_of_change(key) for key in OPTIONS} == {"harmless", "accepted", "refused"}
     another_run = ["seed", "model.width", "data.source", "inner.tx", "ensemble.num_trainers"]
-    assert {change(key) for key in another_run} == {"refused"}
+    assert {kind_of_change(key) for key in another_run} == {"refused"}
 
 
 def test_changes_and_other_data_that_alter_the_run_need_the_flag(stopped):

@@ -65,7 +65,7 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
-from adloco_jax.settings import OPTIONS, Settings, change
+from adloco_jax.settings import OPTIONS, Settings, kind_of_change
 
 _SLACK = 2**24  # bytes that an object may have besides its arrays
 # Settings that may not change when a run continues, though a change of them is harmless elsewhere:
@@ -273,7 +273,7 @@ def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
     now = settings.with_rows(run.settings.get("num_rows", 0)).flat()  # as when the run began
     differ = []
     for key in OPTIONS:
-        matters = change(key) != "harmless" or key in _THEIRS
+        matters = kind_of_change(key) != "harmless" or key in _THEIRS
         if matters and before.get(key) != now[key]:
             differ.append(f"{key} = {before.get(key)!r}, now {now[key]!r}")
     if differ:

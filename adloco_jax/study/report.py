@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adloco_jax.errors import DataError, counted, in_bytes
 from adloco_jax.run.before.describe import ALMOST_ALL, share_read
-from adloco_jax.run.kept.folder import change_of, recorded
+from adloco_jax.run.kept.folder import kind_of_change_now, recorded
 from adloco_jax.settings import CHATS
 from adloco_jax.study import card, chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
@@ -109,7 +109,7 @@ def _next_commands(workdir: Path) -> list[str]:
         return commands
     settings = before.config
     tokens = summary.totals(record.events)["tokens_total"]
-    may_go_on = change_of("num_tokens", settings) == "harmless"
+    may_go_on = kind_of_change_now("num_tokens", settings) == "harmless"
     if share_read(settings, tokens) < ALMOST_ALL and may_go_on:
         whole = settings.num_rows * settings.data.sequence_length
         longer = f"adloco train {run} --config.num_rounds=none --config.num_tokens={whole}"

@@ -29,7 +29,7 @@ from adloco_jax.settings import (
     OPTIONS,
     Change,
     Settings,
-    change,
+    kind_of_change,
 )
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
@@ -40,8 +40,11 @@ class InUse(ConfigError):
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Raise ConfigError, with what to do, if a run cannot be stored in a folder."""
-    folder = local_path(workdir, "workdir ")
+    """Raise ConfigError, with what to do, if a run cannot be stored in a folder.
+
+    It can in a local path in which none of its files is a symbolic link.
+    """
+    folder = local_path(workdir, "workdir ")  # raises for an address, such as s3://
     for name in ("ledger.jsonl", "config.json", "checkpoints"):
         if (folder / name).is_symlink():
             raise ConfigError(
@@ -59,9 +62,10 @@ def exclusive(workdir: Path) -> Iterator[None]:
     """
     path = workdir / ".lock"
     token = processes.broadcast(os.urandom(8).hex())  # process 0 writes it, all look for it
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path, timeout=0)  # does not wait for another process
 
     def acquire_if_first() -> None:
+        """In process 0: make the folder, lock it, and write the token."""
         if not processes.is_first():
             return
         with _lock_errors(workdir):
@@ -70,6 +74,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
             path.write_text(token)
 
     def require_shared() -> None:
+        """Raise ConfigError unless this process sees the token of process 0 in the folder."""
         if not path.exists() or path.read_text() != token:
             raise ConfigError(
                 f"workdir {workdir}: not the folder that process 0 has under this name; name one"
@@ -77,6 +82,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
             )
 
     try:
+        # All processes end the first step before one begins the second; an error ends all.
         processes.run_on_all(acquire_if_first)
         processes.run_on_all(require_shared)
         yield
@@ -85,7 +91,10 @@ def exclusive(workdir: Path) -> Iterator[None]:
 
 
 def require_usable(workdir: Path) -> None:
-    """Check that a run can write to a folder; leave nothing there. Raises as `exclusive`."""
+    """Check that a run can write to a folder, and leave nothing there. Raises as `exclusive`.
+
+    Only process 0 looks, as in `exclusive`.
+    """
     if not processes.is_first():
         return
     with _lock_errors(workdir):
@@ -141,7 +150,10 @@ def recorded(workdir: Path) -> Recorded | None:
 
 
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
-    """Record all settings of a run, and the fields in `more`, atomically in `config.json`."""
+    """Record all settings of a run, and the fields in `more`, atomically in `config.json`.
+
+    `more` has the fields of `Recorded`, and others that are only for people to read.
+    """
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
     with write_errors(path), replaced_file(path) as file:
@@ -215,13 +227,13 @@ def finished(
     checkpoints = folder / "checkpoints"
     if before is None or not ledger.exists():
         return None
-    end = finish(read(ledger))
+    end = finish(read(ledger))  # the line with which a run says that it is finished
     if end is None or not (folder / "export").exists():
         return None
     settings = settings.with_rows(before.config.num_rows)
-    if settings.share_done(end["rounds"], end["tokens_total"]) < 1:
+    if settings.share_done(end["rounds"], end["tokens_total"]) < 1:  # the config asks for more
         return None
-    rounds = checkpoint.list_rounds(checkpoints)
+    rounds = checkpoint.list_rounds(checkpoints)  # the newest first
     if not rounds:
         return [f"{checkpoints}: gone, or empty"]
     try:
@@ -234,8 +246,8 @@ def finished(
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     """Compare settings with those recorded in the run's folder, if there is a run.
 
-    Raises ConfigError with the changes that are refused, or need `accept`; CheckpointError if the
-    record cannot be read.
+    `accept` is the caller's `accept_config_change`. Raises ConfigError with the changes that are
+    refused, or need `accept`; CheckpointError if the record cannot be read.
     """
     check_workdir(workdir)
     before = recorded(workdir)
@@ -246,14 +258,14 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 " from a copy"
             )
         return
-    settings = settings.with_rows(before.config.num_rows)  # as the record knows them
+    settings = settings.with_rows(before.config.num_rows)  # as when the run began
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in OPTIONS:
         value_of = attrgetter(key)
         was = value_of(before.config)
         now = value_of(settings)
         if was != now:
-            changed[change_of(key, settings)].append(f"{key}: was {was!r}, is {now!r}")
+            changed[kind_of_change_now(key, settings)].append(f"{key}: was {was!r}, is {now!r}")
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
@@ -280,7 +292,8 @@ def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
 def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
     """Return the first unfinished and the first finished of some runs that a command began.
 
-    An unfinished run that another process continues does not count.
+    `runs` are folders, and `command` a command line, as the ledger records it. None: there is no
+    such run. An unfinished run that another process continues does not count.
     """
     unfinished = None
     complete = None
@@ -293,17 +306,19 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
             if finish(events) is not None:
                 complete = complete or run
             elif unfinished is None:
-                with FileLock(run / ".lock", timeout=0):
+                with FileLock(run / ".lock", timeout=0):  # raises Timeout if the run is under way
                     unfinished = run
     return unfinished, complete
 
 
-def change_of(key: str, settings: Settings) -> Change:
-    """Say whether a run may go on with another value of an option: `settings.Change`."""
+def kind_of_change_now(key: str, settings: Settings) -> Change:
+    """Return what another value of an option means for a run, given its other settings.
+
+    A run may be made longer freely only if no earlier round depends on its length. Rounds do with a
+    decaying learning rate, perhaps with a rule for their length, and where they leave updates
+    unsynchronised, which the last round has synchronised.
+    """
     inner = settings.inner
-    # The length may change freely only if no earlier round depends on it, as with a decaying
-    # learning rate, perhaps a rule for the length of rounds, and rounds that leave updates
-    # unsynchronised, which the last round has synchronised.
     rounds_depend_on_length = (
         inner.schedule != "constant"
         or inner.round_length != "fixed"
@@ -311,4 +326,4 @@ def change_of(key: str, settings: Settings) -> Change:
     )
     if key in ("num_rounds", "num_tokens", "num_epochs") and rounds_depend_on_length:
         return "accepted"
-    return change(key)
+    return kind_of_change(key)
