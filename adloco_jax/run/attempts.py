@@ -178,6 +178,7 @@ def _first_lines(
     if spec.machine.platform != "cpu":
         lines.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     lines.append(run.heldout.describe(run.model.num_classes))
+    # By parameter: its kind, by which some inner optimizers and aggregators treat it.
     labels = parameter_labels(
         spec.params,
         labeller(settings.model.arch, run.model.label_params),
@@ -210,7 +211,7 @@ def _make_engine(
         is_alone = jax.process_count() == 1
 
         def is_stopped() -> bool:
-            # Several processes all end the round, because one does not know what others do.
+            """Return whether to leave the round now; several processes always end it together."""
             return is_alone and stop.is_set()
 
         return LocalEngine(
@@ -238,6 +239,7 @@ def _make_engine(
         by_fit=run.by_fit,
         commit=getattr(run.corpus, "commit", ""),
         fingerprint=run.corpus.fingerprint,
+        # Entries of tables, so that learners have those that a config file has added.
         entries=(ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
         log=str(run.workdir.resolve() / "learners"),
         files=files_of(run.corpus, frozen_from),
@@ -248,14 +250,15 @@ def _make_engine(
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, control: Control | None, progress: Progress
 ) -> Ledger:
-    """Record the config again, open the ledger and its trackers; only process 0 writes.
+    """Record the config, open the ledger and its trackers; only process 0 writes.
 
     Lines on rounds after those of `control`, the state in the checkpoint, are removed from the
-    ledger; None: on all rounds. `stack` closes the ledger and the trackers.
+    ledger; None: on all rounds. Trackers, such as TensorBoard, get each line of the ledger. `stack`
+    closes the ledger and the trackers.
     """
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
-    write_config(
+    write_config(  # of a resumed run it may have changed
         run.workdir,
         run.settings,
         versions=versions(),

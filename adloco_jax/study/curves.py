@@ -132,7 +132,8 @@ def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") 
     """Return the held-out losses of a trainer or of the consensus, with the costs until then.
 
     A point has `round`, `value` (the loss, NaN if not finite), sequential steps (`updates`), and
-    what all trainers had spent: `tokens`, `syncs` and `bytes`, with `gathering`.
+    what all trainers had spent: `tokens`, `syncs` and `bytes`. To this the consensus adds what it
+    costs to gather the trainers for a mean (`gathering`).
     """
     gathered = {}
     if trainer == "consensus":
@@ -146,7 +147,7 @@ def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") 
         extra = gathered.get(number, {})
         point = {
             "round": number,
-            "value": _nan(e["loss"]),
+            "value": _nan_if_null(e["loss"]),
             "updates": updates.get(number, 0),  # the run may be evaluated before its first round
         }
         for cost in COSTS:
@@ -190,7 +191,7 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     updates = serial_updates(events)
     points = []
     for number, ended in chosen.items():
-        loss = statistics.fmean(_nan(e["train_loss"]) for e in ended)
+        loss = statistics.fmean(_nan_if_null(e["train_loss"]) for e in ended)
         point = {"round": number, "value": loss, "updates": updates[number]}
         for cost in COSTS:
             point[cost] = totals[cost][number]
@@ -241,8 +242,8 @@ def serial_updates(events: Sequence[dict]) -> dict[int, int]:
     return updates
 
 
-def _nan(value: float | None) -> float:
-    """Return a number of the ledger, where null stands for one that was not finite."""
+def _nan_if_null(value: float | None) -> float:
+    """Return a number of the ledger, where null (None) stands for one that was not finite."""
     return math.nan if value is None else value
 
 

@@ -63,8 +63,8 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *printed[1:], "", *facts])
 
 
-# What can become of a learner or of its round: `what` of a `learner` line.
-_STRUCK = ("lost", "late", "clipped", "rejected", "refused")
+# What can go wrong with a learner or with its round: `what` of a `learner` line.
+_TROUBLES = ("lost", "late", "clipped", "rejected", "refused")
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
@@ -75,7 +75,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     """
     rounds = lines(events, "round")
     programs = lines(events, "compile")
-    spent = lines(events, *SPENDING)
+    spent = lines(events, *SPENDING)  # on what has costs: rounds, merges and growth
     start = last(events, "start")
     end = last(events, "end")
     who = "consensus" if trainer is None else trainer
@@ -116,7 +116,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     if expected:
         participation = counted / expected
     happened = [e["what"] for e in lines(events, "learner")]
-    num_struck = {f"learners_{what}": happened.count(what) for what in _STRUCK}
+    num_troubles = {f"learners_{what}": happened.count(what) for what in _TROUBLES}
     learners_s = {}  # seconds of all learners by use
     for use in (*USES, "lost"):
         learners_s[f"learners_{use}_s"] = sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
@@ -132,7 +132,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "num_merges": len(lines(events, "merge")),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
-        **num_struck,
+        **num_troubles,
         # Worker rounds in learners: the expected number, and the number that counted.
         "worker_rounds": expected,
         "worker_rounds_counted": counted,
@@ -257,7 +257,7 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
     if t["tokens_per_s"] is not None:
         facts["speed"] = f"{t['tokens_per_s']:,.0f} tokens/s"
     if t["participation"] is not None:
-        facts["learners"] = ", ".join(f"{t[f'learners_{what}']} {what}" for what in _STRUCK)
+        facts["learners"] = ", ".join(f"{t[f'learners_{what}']} {what}" for what in _TROUBLES)
         counted = f"{t['worker_rounds_counted']:,} of {t['worker_rounds']:,}"
         facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:

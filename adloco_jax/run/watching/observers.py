@@ -214,6 +214,7 @@ class Evaluator:
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Evaluate if due by `eval.every_rounds`, and at the end; then show the round."""
+        # With learners, trainers end their rounds apart; the run's round is that of the slowest.
         if not boundary.advanced:
             return
         recorder = self.recorder
@@ -402,7 +403,9 @@ def write_start(
     `start_s` are the seconds of this process until here, `stall_s` those of them that it waited
     for compilation.
     """
-    settings, spec, heldout = run.settings, run.spec, run.heldout
+    settings = run.settings
+    spec = run.spec
+    heldout = run.heldout
     ledger.write(
         "start",
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
