@@ -66,10 +66,10 @@ def in_bytes(value: float) -> str:
 
 
 def check_installed(package: str, extra: str, where: str) -> None:
-    """Raise ConfigError unless a package is installed that comes with an extra of this one.
+    """Raise ConfigError unless a package is installed.
 
-    Without an extra (""), it comes with this package where there is a wheel of it. `where` says
-    what needs the package, at the beginning of the message.
+    `extra` is the extra of this package that installs it. If empty, this package installs it
+    wherever there is a wheel of it. `where` says what needs it, at the beginning of the message.
     """
     if importlib.util.find_spec(package) is not None:
         return

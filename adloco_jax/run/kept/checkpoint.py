@@ -182,6 +182,8 @@ class Saver:
             return 0
         staging = self.folder / _STAGING
         target = self.folder / str(round_index)
+        # In this order, so that a folder with a round's name is whole, whenever the power fails:
+        # all files, the manifest, the name.
         (staging / _HOST).write_bytes(_encode(host))
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:

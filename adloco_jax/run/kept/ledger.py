@@ -129,7 +129,8 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
         if control is None:
             return True
         trainer = event.get("trainer")
-        if event.get("kind") == "quarantine":  # the trainer left then, and the checkpoint has it
+        if event.get("kind") == "quarantine":
+            # A trainer left, as its numbers were not finite; if the checkpoint has it, later.
             return trainer in rounds
         if event["event"] in ("round", "fault") and trainer is not None:
             # With learners, a trainer may be ahead; one that the checkpoint lacks had left.
