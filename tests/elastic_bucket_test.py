@@ -344,39 +344,34 @@ def test_what_cannot_be_a_bucket_is_refused_in_one_line(monkeypatch, tmp_path):
     assert not (tmp_path / "r").exists() and not (tmp_path / "bucket").exists()
 
 
-@pytest.mark.parametrize("what", ["adloco_jax", "fingerprint"])
-def test_a_machine_with_another_version_or_other_data_does_not_join(monkeypatch, described, what):
-    url = described(**{what: "other"}, by_fit=False)
-    corpus, base = (types.SimpleNamespace(fingerprint=name) for name in ("table", ""))
-    here_too = types.SimpleNamespace(corpus=corpus, model=types.SimpleNamespace(base=base))
-    monkeypatch.setattr(run_join, "assemble", lambda *_, **__: here_too)
-    with pytest.raises(ConfigError, match="the driver has ") as error:
-        run_join.join(url, own={})
+FAR = {"data": {"source": "text", "path": "s3://x/text"}, "by_fit": False, "fingerprint": "other"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "words"),
+    [
+        ({"adloco_jax": "other", "by_fit": False}, {}, "the driver has "),
+        ({"fingerprint": "other", "by_fit": False}, {}, "the driver has "),
+        ({}, {}, "of fit: call adloco_jax.join there, "),
+        ({"by_fit": False}, {"fingerprint": "table"}, "of train: write adloco join, "),
+        ({}, {"fingerprint": "other"}, "the driver has other data"),
+        (FAR, {}, "data.path = 's3://x/text'; .*--accept-data"),  # only the driver names it
+        (FAR, {"own": {"data.path": "s3://x/text"}}, "other d"),
+        (FAR, {"accepts_data": True}, "other d"),
+    ],
+)
+def test_a_machine_that_does_not_fit_does_not_join(monkeypatch, described, changed, given, words):
+    url = described(**changed)
+    data, base = (types.SimpleNamespace(fingerprint=name) for name in ("table", ""))
+    here_too = types.SimpleNamespace(corpus=data, model=types.SimpleNamespace(base=base))
+    with pytest.raises(ConfigError, match=words) as error:
+        if "fingerprint" in given:  # rows of `fit`
+            rows = Table(corpus().rows, given["fingerprint"])
+            join(url, corpus=rows, init_fn=init_fn, loss_fn=bigram_loss)
+        else:
+            monkeypatch.setattr(run_join, "assemble", lambda *_, **__: here_too)
+            run_join.join(url, **{"own": {}} | given)
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
-
-
-def test_learners_of_a_run_of_fit_call_join_with_its_rows_and_others_are_told(described):
-    url, functions = described(), {"init_fn": init_fn, "loss_fn": bigram_loss}
-    with pytest.raises(ConfigError, match="to join a run of fit: call adloco_jax.join there, "):
-        run_join.join(url, own={})
-    with pytest.raises(ConfigError, match="the driver has other data"):
-        join(url, corpus=Table(corpus().rows, "other"), **functions)
-    described(by_fit=False)
-    with pytest.raises(ConfigError, match="to join a run of train: write adloco join, "):
-        join(url, corpus=corpus(), **functions)
-
-
-@pytest.mark.parametrize("how", ["refused", "named", "accepted"])
-def test_an_address_of_data_that_only_the_driver_names_is_refused(monkeypatch, described, how):
-    text = "s3://secret/text.txt"
-    url = described(by_fit=False, data={"source": "text", "path": text})
-    same, other = (types.SimpleNamespace(fingerprint=name) for name in ("", "other"))
-    other = types.SimpleNamespace(corpus=other, model=types.SimpleNamespace(base=same))
-    monkeypatch.setattr(run_join, "assemble", lambda *_, **__: other)
-    words = "data.path = 's3://secret/text.txt'; .*--accept-data" if how == "refused" else "other d"
-    own = {"data.path": text} if how == "named" else {}
-    with pytest.raises(ConfigError, match=words):
-        run_join.join(url, own=own, accepts_data=how == "accepted")
 
 
 def test_a_learner_prints_a_line_for_each_answer(monkeypatch, tmp_path, capfd, shared_programs):
