@@ -271,7 +271,7 @@ def _chat(
         turns += _turns(column, f"{where}: {name!r}", tokenizer, ends)
     answers = []
     for i, turn in enumerate(turns):
-        counts = turn.pop("weight", 1) != 0
+        counts = turn.pop("weight", 1) != 0  # templates do not know this field
         if turn["role"] == "assistant" and i >= first_answer and counts:
             answers.append(i)
 

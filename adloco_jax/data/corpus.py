@@ -267,6 +267,7 @@ def load_corpus(
 
     def job_of(commit: str) -> Job:
         """Return the job that makes rows of a commit; if it is empty, the hub is asked for one."""
+        # Of a held-out split only as many rows are made as a run evaluates on.
         return make_job(
             data,
             tokenizer,

@@ -134,7 +134,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     except filelock.Timeout:
         note(f"waiting for another process that prepares the same rows ({folder})")
         held = lock.acquire()
-    with held:
+    with held:  # the lock is released at the end
         manifest = _finished(folder, job.request)
         if manifest is None:
             with replaced_folder(folder) as partial, tempfile.TemporaryFile(dir=partial) as file:
@@ -733,13 +733,16 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
 
     # Rows have room for the longest text: a power of two, or three quarters of one. So texts of
     # about the same length have rows of the same shape, and their programs are compiled once.
-    room = 1 << (int(lengths.max()) - 1).bit_length()
-    if lengths.max() <= room * 3 // 4:
+    longest_text = int(lengths.max())
+    room = 1 << (longest_text - 1).bit_length()  # the least power of two that is large enough
+    if longest_text <= room * 3 // 4:
         room = room * 3 // 4
     rows = np.zeros((len(about), NUM_FIELDS + min(room, longest)), np.int32)
     rows[:, 0] = about["label"]
     rows[:, 1] = lengths
     for tokens, which in text.pieces():
+        # The index of each document's first token in `tokens`; `rows[which]` is a view, in which
+        # the rows are written.
         starts = np.cumsum(about["length"][which]) - about["length"][which]
         for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
             ids = tokens["id"][start : start + length - len(prefix) - len(suffix)]

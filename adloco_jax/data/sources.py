@@ -143,7 +143,7 @@ def documents_of(
         is out of range, it is labelled but empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
     """
-    tokenizer = tokenizer.on(data.date)
+    tokenizer = tokenizer.on(data.date)  # which chat templates write as today's
     number = 0
     try:
         for number, row in enumerate(rows, 1):
@@ -159,7 +159,7 @@ def documents_of(
             is_empty_record = not is_text and not document.text and not document.fault
             if not is_empty_record:
                 yield document
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # of a user's own source
         raise DataError(f"{where}: after document {number}: {error}") from error
 
 
@@ -183,6 +183,7 @@ def _document(
     no_answers = chats.Answers(unread=frozenset(unread))
     if num_classes is not None:
         return Document(text, _label(row, text, data, num_classes), no_answers)
+    # Each document gets an end of text when it is tokenised, and has none twice.
     text = chats.without_end(text, [tokenizer.decode([tokenizer.eot_id])])
     return Document(text, answers=no_answers)
 

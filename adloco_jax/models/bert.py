@@ -174,7 +174,7 @@ class Bert(nn.Module):
         check_length(length, self.max_length)
         if lengths_B is None:
             lengths_B = jnp.full(batch, length)
-        # A length past L is set to 0, because a softmax over no tokens gives NaN.
+        # A length past L becomes 0: a softmax over no tokens gives NaN, which shows the fault.
         lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
 

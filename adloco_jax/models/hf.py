@@ -623,7 +623,7 @@ def save(
     config["architectures"] = [names.classes[config["model_type"]]]
     if "torch_dtype" in config:  # the older name
         config["torch_dtype"] = dtype
-    if "dtype" in config or "torch_dtype" not in config:
+    if "dtype" in config or "torch_dtype" not in config:  # at least one of the names
         config["dtype"] = dtype
 
     params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), params)

@@ -124,7 +124,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     log_sums_BGq1 = kept(log_sums_BGq1)
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q, k, starts, num_shared).swapaxes(-1, -2), scores, -jnp.inf)
-    weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
+    weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))  # those of the softmax, [B, G, s, q]
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
     # The derivatives of the weights as if their sum were constant. The derivative of the sum enters
     # below, in the term with y.
@@ -190,7 +190,7 @@ def _in_one_batch(function: Callable) -> Callable:
     @mapped.def_vmap
     def of_batch(axis_size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
         """Return the results with a leading mapped axis, and True for each, as vmap requires."""
-        merged = []
+        merged = []  # of the two first axes, [M, B, ...] becomes [M B, ...]
         for array, has_axis in zip(arrays, is_mapped, strict=True):
             if not has_axis:
                 array = jnp.broadcast_to(array, (axis_size, *array.shape))

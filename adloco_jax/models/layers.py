@@ -503,9 +503,9 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
-        init = nn.initializers.constant(1 - self.offset)
+        init = nn.initializers.constant(1 - self.offset)  # so that the gain begins at 1
         gain_D, tap_B = _weight_and_tap(self, "scale", init, x_BLD.shape[-1:], tap_B)
-        if self.offset:
+        if self.offset:  # a frozen parameter may be bfloat16
             gain_D = gain_D.astype(jnp.float32) + self.offset
         x_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)

@@ -653,6 +653,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         chunks = jax.tree.map(
             lambda x: x[:num_chunked].reshape(-1, chunk, *x.shape[1:]), head_inputs
         )
+        # The backward pass computes a chunk's logits again, and so holds one chunk's at a time too.
         chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
         losses = lax.map(chunk_losses, chunks)
         losses = losses.reshape(num_chunked, -1)
@@ -832,7 +833,8 @@ def _continue(
         return (state.position < stop) & ~jnp.all(state.has_ended_B)
 
     # Read the prompts. Keys and values of the padding are never seen: they are overwritten before
-    # texts reach their positions.
+    # texts reach their positions. The last token of the prompts is read again, in the first
+    # `add_token`, for the logits of the next.
     empty = jnp.zeros((model.num_layers, 0, 0))
     _, past = extend(text_BT[:, :num_read], 0, {"keys": empty, "values": empty})
     num_new_positions = text_BT.shape[1] - num_read

@@ -52,7 +52,8 @@ def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantis
     import qwix  # takes seconds
 
     num_inputs, num_outputs = w_DF.shape
-    block = math.gcd(_BLOCK, num_inputs)
+    block = math.gcd(_BLOCK, num_inputs)  # a power of two, because 64 is one
+    # Each column has its own scales, one for each block of its numbers.
     quantised = qwix.quantize(
         w_DF.astype(jnp.float32), kind, channelwise_axes=(1,), tiled_axes={0: block}
     )

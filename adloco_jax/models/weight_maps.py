@@ -81,6 +81,7 @@ class WeightMap:
 
     def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
         """Return what `attributes` returns, of a content in the spelling of `normalise`."""
+        # The types of the model's attributes, int or float for sizes.
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
         sizes: dict[str, Any] = {}
         for key, (attribute, default) in self.sizes.items():
