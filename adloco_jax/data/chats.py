@@ -468,7 +468,9 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
             if last is None and chat.answers[-1] == len(chat.turns) - 1:
                 need = "starts an answer otherwise than it writes the last one; set data.template"
                 raise DataError(f"{chat.where}: the chat template {need} to another file")
-            return [last] if last else [], True
+            if last is None:
+                return [], True
+            return [last], True
         if span[0] >= limit:
             break
         spans.append(span)

@@ -224,9 +224,11 @@ def _by_class(rows: np.ndarray | DocumentRows) -> str:
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
     """Decode a row to one line of at most `max_chars` characters."""
     text = tokenizer.decode(row)
-    # A line break, for instance, is shown as the two characters \n.
+    # A line break, for instance, is shown as the two characters \n: its `repr` without quotes.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    if len(text) <= max_chars:
+        return text
+    return text[: max_chars - 1] + "…"
 
 
 def load_corpus(
@@ -416,7 +418,7 @@ def source_of(path: str) -> str:
         return "hf"
     examples: dict[str, str] = {}  # a file for each source that would read some
     for name in find(path, key="data.path"):
-        ending = name.lower().removesuffix(".gz").rpartition(".")[2]
+        _, _, ending = name.lower().removesuffix(".gz").rpartition(".")
         examples.setdefault(_SOURCE_BY_ENDING.get(ending, "text"), name)
     if any(name.endswith(".arrow") for name in examples.values()):
         return "hf"  # a data set that the library `datasets` saved; it also has files in JSON

@@ -194,7 +194,10 @@ def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
 
     files: dict[Path, Path] = {}  # by the path without links, so that each is read once
     with contextlib.suppress(FileNotFoundError):
-        candidates = [start] if start.is_file() else list(_expand(base, pattern, set()))
+        if start.is_file():
+            candidates = [start]
+        else:
+            candidates = list(_expand(base, pattern, set()))
         for file in sorted(candidates, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
@@ -303,9 +306,11 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
 
     protocol, _, rest = address.partition("://")
     # In an address of Azure the part before the @ is a container.
-    has_user = "@" in rest.partition("/")[0] and protocol != "az"
+    host, _, _ = rest.partition("/")
+    has_user = "@" in host and protocol != "az"
     has_query = protocol.startswith("http") and "?" in rest
     if protocol not in _PROTOCOLS or has_user or has_query:
+        # Plain http, the last of the protocols, is read but not proposed.
         raise ConfigError(
             f"{key}: is an address; give a path, a name on the Hugging Face hub, or an address that"
             f" begins with {'://, '.join(_PROTOCOLS[:-1])}://, without a user or a query, as a run"

@@ -185,7 +185,9 @@ _DOCUMENT = np.dtype(
 )
 """The description of a document."""
 _TOKEN = np.dtype([("id", "<i4"), ("counts", "?")])  # `counts`: whether its loss does
-_TRAIN, _HELDOUT = 0, 1  # the two sides, as positions in `Job.where`
+# The two sides, as positions in `Job.where`.
+_TRAIN = 0
+_HELDOUT = 1
 
 
 class _TokenisedText:

@@ -252,7 +252,7 @@ def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     """Yield the source files of Python's standard library, in the order of their paths.
 
     Each topic of Python's help is a document. Tests, installed packages, and files that differ by
-    machine are left out.
+    machine are left out. The arguments, which every source is given, are not used.
     """
     for file in stdlib_files():
         if file.name == "topics.py":  # of the package pydoc_data: one dict, from topic to text
@@ -430,7 +430,7 @@ def _columns_to_read(
     used = _used_columns(data)
     require_columns(names, used, where)
     wanted = list(used)
-    if data.is_chat:
+    if data.is_chat:  # chats have columns that are read if they are there, such as tools
         wanted += [name for name in chats.BESIDE if name in names and name not in used]
     return wanted, [name for name in names if name not in wanted]
 

@@ -364,9 +364,10 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
 
 
 def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
-    """Return `result` with the fields that belong to chats, from a tokenizer of `transformers`.
+    """Return `result` with the fields that belong to chats: template, render, mark, turn_end.
 
-    Without a chat template it is returned as it is.
+    `tokenizer` is one of `transformers` with the same ids. If it has no chat template, `result` is
+    returned as it is.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -489,8 +490,9 @@ def _hugging_face_tokenizer(
     tokenizer = _read_tokenizer(path, key)
     if path.suffix == ".json":
         _name_special_tokens(tokenizer)
-    # BERT's kinds have no end of text, but a token that separates texts.
-    eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    eot_id = tokenizer.eos_token_id
+    if eot_id is None:  # BERT's kinds have no end of text, but a token that separates texts
+        eot_id = tokenizer.sep_token_id
     if eot_id is None or not tokenizer.is_fast:
         raise ConfigError(
             f"{key}={path}: {type(tokenizer).__name__} with eos_token {tokenizer.eos_token}: need a"

@@ -221,7 +221,7 @@ def load(
         of a wrong shape, not of a float dtype or not finite, or an adapter's base has other weights
         than recorded.
     """
-    with _folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
+    with _local_folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             return _load_adapter(
                 folder,
@@ -426,7 +426,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 def _is_adapter(name: str, revision: str | None) -> bool:
     """Return whether a folder, address or name on the hub holds an adapter, no checkpoint."""
     key = "base_model_name_or_path"
-    with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
+    with _local_folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         return (folder / _ADAPTER).exists()
 
 
@@ -487,7 +487,7 @@ def _adapter_modules(network: nn.Module) -> set[str]:
 
 def _target_modules(network: nn.Module) -> list[str]:
     """List the last names of the modules that have an adapter, such as q_proj, sorted."""
-    return sorted({name.rpartition(".")[2] for name in _adapter_modules(network)})
+    return sorted({name.split(".")[-1] for name in _adapter_modules(network)})
 
 
 def inspect(path_or_name: str | Path, *, revision: str | None = None) -> PretrainedModel:
@@ -500,7 +500,7 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Pretrai
     """
     name = str(path_or_name)
     key = "model.init_from"
-    with _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
+    with _local_folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
             content = _read_adapter_config(folder)
             model = inspect(content["base_model_name_or_path"], revision=content.get("revision"))
@@ -698,7 +698,7 @@ def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
     key = "model.init_from"
     with (
         contextlib.suppress(UserError),
-        _folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder,
+        _local_folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder,
     ):
         if (folder / _ADAPTER).exists():
             content = _read_adapter_config(folder)
@@ -792,7 +792,7 @@ def _weight_maps() -> list[WeightMap]:
 
 
 @contextlib.contextmanager
-def _folder(
+def _local_folder(
     name: str, one_of: Sequence[str], *, key: str, revision: str | None = None
 ) -> Iterator[Path]:
     """Yield the folder of a checkpoint on this machine; of a remote one, the copy in the cache.

@@ -268,6 +268,7 @@ def _with_rows_backward(residuals, dy_BLV):
     dy_BLM = jnp.take_along_axis(dy_BLV, tokens_BL[:, None, :], axis=2)
     x32_BLD = x_BLD.astype(dy_BLM.dtype)
     rows_BMD = jnp.einsum("blm,bld->bmd", dy_BLM, x32_BLD, precision="highest")
+    # The gradient of `x_BLD` comes through `y_BLV`, which was computed from it.
     return dy_BLV, jnp.zeros_like(x_BLD), None, rows_BMD
 
 

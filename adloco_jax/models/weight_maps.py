@@ -94,12 +94,12 @@ class WeightMap:
         """Return a tree of labels for optimizers, in the structure of `params`.
 
         A parameter of a module in `modules` is a "matrix", an "embedding", the "head" or "other",
-        with the prefix "stacked_" if its first axis counts layers. Others are labelled as
-        `label_by_name` does without a rule.
+        with the prefix "stacked_" if its first axis counts layers. Others get such a label by their
+        own names and numbers of axes (`core.types.label_by_name`).
         """
 
         def label(path: tuple, leaf: Any) -> str | None:
-            """Return the label of the leaf at a path of JAX keys; None: by `label_by_name`."""
+            """Return the label of the leaf at a path of JAX keys; None outside of `modules`."""
             names = [str(getattr(key, "key", key)) for key in path]
             module = "/".join(names[:-1])
             name = names[-1]
@@ -177,7 +177,9 @@ _BIASES = {
     "smollm3": ("attention_bias", "mlp_bias"),
     "gemma3_text": ("attention_bias",),
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # the names of `layer_types`
+# The names of `layer_types`.
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 # The supported values of `rope_type`, each with the keys of the fields of `RopeScaling`, in order.
 _ROPES = {
     "default": (),
