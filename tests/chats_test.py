@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.data import load_corpus, load_tokenizer, rows, sources
-from adloco_jax.data.chats import counted, num_bytes, read
+from adloco_jax.data.chats import num_bytes, read, tokens_in_spans
 from adloco_jax.data.corpus import column_of_texts
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.errors import ConfigError, DataError
@@ -444,7 +444,7 @@ def test_chats_as_people_have_them_are_those_of_transformers(tmp_path, tokenizer
         number = np.cumsum(np.diff(mask, prepend=0) == 1) - 1  # of the answer
         answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
         mask &= np.isin(number, [answers.index(i) for i in at])
-        assert counted(offsets, document.answers.spans).tolist() == mask.tolist()
+        assert tokens_in_spans(offsets, document.answers.spans).tolist() == mask.tolist()
         contents = document.answers.contents
         wanted_bytes = np.count_nonzero(ids[mask > 0] < 256)
         assert num_bytes(document.text, contents, len(document.text)) == wanted_bytes

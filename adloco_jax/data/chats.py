@@ -610,7 +610,7 @@ def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
     return span
 
 
-def counted(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def tokens_in_spans(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """Return which tokens count, bool [N]: those with a character in one of the spans.
 
     `offsets_N2` has the index of each token's first character, and of the one behind its last. The

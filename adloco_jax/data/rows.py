@@ -389,7 +389,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
         pieces = []
         marks = []
         for index, (text, chat) in enumerate(zip(texts, answers, strict=True)):
-            mark = chats.counted(chat.offsets, chat.spans)[: job.row_length]
+            mark = chats.tokens_in_spans(chat.offsets, chat.spans)[: job.row_length]
             if not mark.any():
                 mark = mark[:0]
             piece = chat.ids[: len(mark)]
