@@ -121,6 +121,7 @@ def train(
     use_compilation_cache()
 
     def put_together() -> Run:
+        """Complete the settings and make the run; an error in one process is raised in all."""
         whole = completed(settings, folder, note=print)
         return assemble(
             whole,
@@ -212,6 +213,7 @@ def fit(
     settings = check_own(settings, model, corpus)
 
     def put_together() -> Run:
+        """Make the run; an error in one process is raised in all."""
         return assemble(
             settings,
             here(),
@@ -265,6 +267,7 @@ def join(
     )
 
     def checked_parts(settings: Settings) -> tuple[Model, Rows]:
+        """Check the caller's model and rows against the driver's settings, and return both."""
         # The driver's settings have the rates of its own optimizers already.
         check_own(settings, model._replace(inner_tx=None, outer_tx=None), corpus)
         return model, corpus
@@ -273,7 +276,11 @@ def join(
 
 
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
-    """Run all remaining rounds of a run, export its consensus model, and write the report."""
+    """Run all remaining rounds of a run, export its consensus model, and write the report.
+
+    `on_round` is that of `fit`. All processes of the run call this; process 0 writes. Raises
+    UserError as `train` does, and what `on_round` raises.
+    """
     check_rules(run)
     require_equal_processes(run)
     if on_round is None:
@@ -299,8 +306,12 @@ def _ignore_round(state: State, lines: list[dict]) -> None:
 
 
 def _last_attempt(run: Run, on_round: OnRound) -> Result:
-    """Run all remaining rounds, with a new attempt from the newest checkpoint on failure."""
-    failures = Failures()
+    """Run all remaining rounds, with a new attempt from the newest checkpoint on failure.
+
+    The folder is locked meanwhile, and a signal sets the event `stop`. `after_failure` raises the
+    error if another attempt would not help.
+    """
+    failures = Failures()  # of earlier attempts
     with (
         exclusive(run.workdir),
         processes.stop_requests(_STOPPING) as stop,
@@ -309,7 +320,7 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
     ):
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack:  # closes what the attempt opens
                 attempt = begin(run, stack, stop, failures)
                 try:
                     state = _run_rounds(run, attempt, on_round)
@@ -325,7 +336,12 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
 
 @contextlib.contextmanager
 def _explaining(run: Run) -> Iterator[None]:
-    """Say how the run is resumed, and in one line which function of the user's has failed."""
+    """Add to errors of the `with` block what the user can do about them.
+
+    To a run that was stopped, or lacked memory or disk space: how it is resumed. An error in a
+    user's function, such as a loss, becomes a ConfigError of one line, with the place. An error of
+    `on_round` is raised as it was; all others pass.
+    """
     try:
         yield
     except (Preempted, ResourceError) as error:
@@ -339,7 +355,7 @@ def _explaining(run: Run) -> Iterator[None]:
         raise wrapped.error from None
     except Exception as error:  # deliberately broad: a user's function may raise anything
         place = own_line(error)
-        if not place:
+        if not place:  # no user's function: a fault of the library, with its traceback
             raise
         raise ConfigError(f"{place}: {type(error).__name__}: {reason(error)}") from error
 
@@ -360,13 +376,13 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     settings = run.settings
     engine = attempt.recorder.engine
     state = attempt.state
-    if is_over(state.control, settings):
+    if is_over(state.control, settings):  # as after a stop between the last round and the export
         attempt.evaluator.consensus(state)
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
 
-    observers: list[Observer] = [
+    observers: list[Observer] = [  # called after each round, in this order
         attempt.recorder,
         attempt.evaluator,
         attempt.checkpoints,
@@ -378,17 +394,19 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
         if settings.checkpoint.watchdog_s is not None:
             watchdog = stack.enter_context(_watchdog(settings.checkpoint.watchdog_s))
             observers.insert(0, watchdog)
+        # The first programs that are needed begin to compile in the background.
         needed = [evaluate.loss_key(engine.heldout.batch_size)]
         if is_local:
             needed = [*programs_ahead(state.control, settings, engine.programs.spec), *needed]
         engine.programs.prefetch(needed)
         try:
             state = adloco(state, settings=settings, engine=engine, observers=observers)
+            # With learners, the driver has the parameters, and asks for the other arrays.
             return State(engine.complete(state), state.control)
-        except Stopped as error:
+        except Stopped as error:  # by a signal: save, and raise Preempted
             attempt.checkpoints.end(error.state, within=is_local)
         except Diverged as error:
-            attempt.recorder(error.state, error.boundary)
+            attempt.recorder(error.state, error.boundary)  # which the loop has not called
             saved = last_checkpoint(run, attempt)
             attempt.recorder.write_end(error.state.control, "diverged")
             raise DivergedError(
@@ -403,6 +421,8 @@ def _observer_for_caller(ledger: Ledger, on_round: OnRound) -> Observer:
     ledger.listeners.append(lines.append)
 
     def call_on_round(state: State, boundary: Boundary) -> None:
+        """Call `on_round` with the new lines; mark its errors as its own."""
+        # Only lines that are there now are taken: more may come meanwhile.
         new_lines = [lines.popleft() for _ in range(len(lines))]
         try:
             on_round(state, new_lines)
@@ -422,6 +442,7 @@ def _watchdog(seconds: float) -> Iterator[Observer]:
     """
 
     def count_anew(state: State, boundary: Boundary) -> None:
+        """Replace the timer by one that begins now."""
         faulthandler.dump_traceback_later(seconds, exit=True)
 
     faulthandler.dump_traceback_later(seconds, exit=True)

@@ -24,21 +24,24 @@ from adloco_jax.settings import Settings
 class Run:
     """What stays the same from a run's first round to its last, in all attempts to finish it."""
 
-    settings: Settings
-    model: Model
-    spec: ProgramSpec
-    corpus: Rows
-    heldout: HeldOut
-    workdir: Path
-    command: str
+    settings: Settings  # complete, with the number of rows
+    model: Model  # with its frozen weights, and those that it starts from
+    spec: ProgramSpec  # what all compiled programs share
+    corpus: Rows  # the rows to train on and the held-out rows
+    heldout: HeldOut  # the held-out rows, drawn for reports and for comparing trainers
+    workdir: Path  # the run's folder
+    command: str  # the command line; empty if there is none
     by_fit: bool  # whether the caller gave model and data, so that the config describes neither
-    accept_data_change: bool
+    accept_data_change: bool  # as in `train`
     unit: str  # unit of the loss; empty for a plain number
     began_s: float  # this process's clock when it began to put the run together
 
     @property
     def own(self) -> list[str]:
-        """What the caller of `fit` gave, so that the config does not say it."""
+        """Name what the caller of `fit` gave, so that the config does not say it.
+
+        "model", "rows", and perhaps "inner_tx" and "outer_tx"; empty for a run of `train`.
+        """
         if not self.by_fit:
             return []
         given = ["model", "rows"]
@@ -81,6 +84,9 @@ def assemble(
       command: As in `train`.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
+
+    Raises UserError as `train` does before anything is compiled or created; with an unset
+    `model.base_dtype`, programs are compiled.
     """
     began_s = time.perf_counter()
     if trains:
@@ -98,13 +104,13 @@ def assemble(
     by_fit = model is not None
     if model is None:
         model = configured_model(settings, machine)
-    if trains:
+    if trains:  # before rows are made and weights are read, which may take long
         require_room(
             program_spec(settings, model, machine),
             settings.ensemble.sizes(whole_pool=True),
             settings.batching.memory_frac,
         )
-    notes: list[str] = []
+    notes: list[str] = []  # about heads of the checkpoint
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
     needs_weights = settings.adapter.rank > 0 or (begins and settings.model.init_from)
     if needs_weights:
@@ -117,7 +123,7 @@ def assemble(
             " or start a run in another folder"
         )
 
-    if isinstance(corpus, ArrayRows):
+    if isinstance(corpus, ArrayRows):  # which the caller of `fit` made without settings
         corpus = corpus.ordered(settings, num_classes=model.num_classes)
     elif corpus is None:
         commit = commit or (before.data_commit if before else "")

@@ -75,13 +75,14 @@ def check_rules(run: Run) -> None:
     A rule may be the user's own: its error becomes a ConfigError.
     """
     settings = run.settings
+    # The host's data before the first round; a largest micro-batch that is not known counts as 1.
     control = start(settings.ensemble, settings.batching, settings.batching.max_batch_size or 1)
 
     with own_code(f"inner.round_length = {settings.inner.round_length}"):
         round_plans(control, settings)
 
-    anything = np.full(1, 7.0)  # each statistic of a trainer with one worker
-    measured = {field.name: anything for field in dataclasses.fields(GradientStats)}
+    any_number = np.full(1, 7.0)  # each statistic of a trainer with one worker
+    measured = {field.name: any_number for field in dataclasses.fields(GradientStats)}
     stats = {trainer: GradientStats(**measured) for trainer in control.trainers}
     with own_code(f"batching.test = {settings.batching.test}"):
         with_batch_sizes(control, stats, settings, control.trainers)
@@ -90,13 +91,15 @@ def check_rules(run: Run) -> None:
         losses = dict.fromkeys(control.trainers, 1.0)
         choose_members(control, losses, settings.merge)
 
+    # An aggregator makes one tree of the differences of, here, two workers and their weights.
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
     )
     two = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), one)
+    weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     name = f"outer.aggregator = {settings.outer.aggregator}"
     with own_code(name):
-        made = jax.eval_shape(run.spec.aggregate, two, jax.ShapeDtypeStruct((2,), jnp.float32))
+        made = jax.eval_shape(run.spec.aggregate, two, weights)
         if shapes(made) != shapes(one):
             raise ConfigError(f"{name}: its result differs in shape from the parameters")
 
@@ -116,13 +119,17 @@ def own_model(
     """Describe the model of the caller of `fit` or `join`; the arguments are those of `fit`."""
 
     def loss_in_mode(mode: Mode, kernel: Kernel) -> LossFn:
+        """Return the loss for a mode; the kernel of attention is the caller's own affair."""
         return loss_fn if loss_of is None else loss_of(mode)
 
     def given_params(key: Array) -> PyTree:
+        """Return the caller's parameters; None if there are none, which `check_own` refuses."""
         return params
 
+    if params is not None or init_fn is None:
+        init_fn = given_params
     return Model(
-        init_fn=given_params if params is not None or init_fn is None else init_fn,
+        init_fn=init_fn,
         loss_of=loss_in_mode,
         num_classes=num_classes,
         params=params,
@@ -137,8 +144,8 @@ def own_model(
 def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     """Check the model and rows of the caller of `fit`; return its settings for them.
 
-    These have rate 1 for optimizers that are given, and name no text. Raises ConfigError, which
-    names the argument.
+    These have rate 1 for optimizers that are given, and name no text. `model` is from `own_model`.
+    The caller's functions are traced, not run. Raises ConfigError, which names the argument.
     """
     heldout_rows = _checked_heldout_rows(corpus)
     if settings.data.separates_documents:
@@ -171,7 +178,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     if faults:
         raise ConfigError("\n".join(faults))
 
-    rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)
+    rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)  # two rows
     with own_code("loss_of"):
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
     if takes(loss_fn, "key"):
@@ -207,7 +214,10 @@ _OF_OPTIMIZERS = {
 
 
 def _options_beside(group: str, settings: InnerSettings | OuterSettings) -> list[str]:
-    """Return a line for each set option that would not act beside the caller's optimizer."""
+    """Return a line for each set option that would not act beside the caller's optimizer.
+
+    `settings` are those of `group`, "inner" or "outer".
+    """
     faults = []
     for name in _OF_OPTIMIZERS[group].split():
         key = f"{group}.{name}"
@@ -219,23 +229,30 @@ def _options_beside(group: str, settings: InnerSettings | OuterSettings) -> list
 
 
 def _check_loss(name: str, loss_fn: LossFn, params: PyTree, rows_BL: jax.ShapeDtypeStruct) -> None:
-    """Raise ConfigError unless a loss is one floating-point number."""
+    """Raise ConfigError unless a loss is one floating-point number.
+
+    `name` is the argument of `fit`, `params` shapes, and `rows_BL` the shape of rows [B, L + 1].
+    """
     with own_code(name):
         made = jax.eval_shape(loss_fn, params, rows_BL)
-    if getattr(made, "shape", None) != () or not jnp.issubdtype(made.dtype, jnp.floating):
-        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", made)
+    is_number = getattr(made, "shape", None) == ()  # a tuple or a dict has no shape
+    if not is_number or not jnp.issubdtype(made.dtype, jnp.floating):
+        found = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", made)
         raise ConfigError(
-            f"{name}: returned {str(shapes)[:200]}; return one number, the mean loss over the rows:"
+            f"{name}: returned {str(found)[:200]}; return one number, the mean loss over the rows:"
             " jnp.mean of the losses, and nothing beside it (outer_step takes auxiliary outputs)"
         )
 
 
 def _checked_params(name: str, init_fn: InitFn) -> PyTree:
-    """Return the shapes of a model's parameters; raise ConfigError if they cannot be saved."""
+    """Return the shapes of a model's parameters; raise ConfigError if they cannot be saved.
+
+    `name` is the argument of `fit` that they come from, "init_fn" or "params".
+    """
     try:
         with own_code(name):
             params = jax.eval_shape(init_fn, jax.random.key(0))
-            trainable(without_state(params))
+            trainable(without_state(params))  # raises for a leaf that cannot be trained or sent
     except ConfigError as error:
         advice = ""
         if isinstance(error.__cause__, TypeError):
@@ -244,8 +261,9 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
     _check_leaves(f"{name}: params", params)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
-        paths = (path for path, _ in jax.tree.leaves_with_path(params))
-        names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
+        names: Counter[str] = Counter()
+        for path, _ in jax.tree.leaves_with_path(params):
+            names[jax.tree_util.keystr(path, simple=True, separator=separator)] += 1
         leaf, count = names.most_common(1)[0]
         if count > 1:
             raise ConfigError(f"{name}: {count} leaves are saved as {leaf!r}; rename all but one")
@@ -253,7 +271,10 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
 
 
 def _check_leaves(name: str, tree: PyTree) -> None:
-    """Raise ConfigError for an array that cannot be stored in a checkpoint."""
+    """Raise ConfigError for an array that cannot be stored in a checkpoint.
+
+    `name` says in the message what the tree is.
+    """
     for path, leaf in jax.tree.leaves_with_path(tree):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if is_key or not leaf.size:
@@ -265,7 +286,7 @@ def _check_leaves(name: str, tree: PyTree) -> None:
 def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
     """Raise ConfigError unless an optimizer updates these parameters, and its state can be saved.
 
-    Its functions are only traced.
+    Its functions are only traced. `name` is the argument of `fit`, and `params` are shapes.
     """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         need = "give a transformation, such as optax.adamw(1e-3)"
@@ -274,6 +295,7 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
         before = jax.eval_shape(tx.init, params)
     _check_leaves(f"{name}: its state", before)
     with own_code(f"{name}: given gradients, state and parameters"):
+        # The parameters stand for gradients, which have their shapes.
         _, after = jax.eval_shape(optax.with_extra_args_support(tx).update, params, before, params)
     is_same = jax.tree.structure(before) == jax.tree.structure(after)
     if not is_same or shapes(before) != shapes(after):
