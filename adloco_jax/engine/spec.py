@@ -47,6 +47,7 @@ class ProgramKey(NamedTuple):
         return Layout(self.sizes, max(self.micro_batch_size, 1), self.devices)
 
     def __str__(self):
+        """Write the key as in ledgers: M trainers, R workers, micro-batches of B sequences."""
         shape = f"{self.kind} M={len(self.sizes)} R={sum(self.sizes)} B={self.micro_batch_size}"
         if len(set(self.sizes)) > 1:
             shape += f" workers={','.join(map(str, self.sizes))}"
@@ -104,12 +105,15 @@ class Machine:
     def describe(self) -> str:
         """Describe the devices as text: their number, their kind, and the number of processes."""
         text = f"{len(self.devices)} x {self.devices[0].device_kind}"
-        return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
+        if self.num_processes > 1:
+            text += f" in {self.num_processes} processes"
+        return text
 
     def budget(self, memory_frac: float | None) -> int:
         """Bytes of a device's memory for a run; `memory_frac` None: 0.8 on a CPU, else 0.92."""
-        default = 0.8 if self.platform == "cpu" else 0.92
-        return int((default if memory_frac is None else memory_frac) * self.device_bytes)
+        if memory_frac is None:
+            memory_frac = 0.8 if self.platform == "cpu" else 0.92
+        return int(memory_frac * self.device_bytes)
 
 
 # The share of a GPU's memory that the commands let JAX reserve; XLA plans programs for it.
@@ -119,7 +123,8 @@ TAKEN = 0.95
 def here() -> Machine:
     """Return the devices of all processes of this run, and the memory of one device in bytes."""
     local = jax.local_devices()
-    limit = (local[0].memory_stats() or {}).get("bytes_limit")
+    stats = local[0].memory_stats() or {}  # None on a CPU
+    limit = stats.get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     elif local[0].platform == "gpu":
@@ -174,16 +179,17 @@ class ProgramSpec:
     def sync_bytes(self) -> int:
         """Bytes that one worker sends, and receives, in a synchronisation (of one fragment)."""
 
-        def take(params):
-            stacked = jax.tree.map(lambda leaf: leaf[None], params)
+        def first_fragment(params):
+            """Return the first fragment of one model's parameters; all have about its size."""
+            stacked = jax.tree.map(lambda leaf: leaf[None], params)  # as of one trainer [1, ...]
             part = take_fragment(stacked, 0, num_fragments=self.outer.fragments)
             return jax.tree.map(lambda leaf: leaf[0], part)
 
-        return packed_bytes(jax.eval_shape(take, self.params), self.outer.precision)
+        return packed_bytes(jax.eval_shape(first_fragment, self.params), self.outer.precision)
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes of the parameters and optimizer states that are sent in merges and joins."""
+        """Bytes of a trainer's parameters and optimizer states that merges and joins send."""
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         average_bytes = self.param_bytes if self.outer.average else 0
         outer_bytes = _sent_bytes(self.outer_tx, self.params) + average_bytes
@@ -207,8 +213,10 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
-    """Bytes that must be sent to copy an optimizer's state to another trainer or worker."""
+    """Bytes that must be sent to copy an optimizer's state to another trainer or worker.
+
+    Counts of updates are not sent, as they are equal there; only floating-point arrays are.
+    """
     state = jax.eval_shape(tx.init, trainable(params))
-    return num_bytes(
-        [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    )
+    leaves = jax.tree.leaves(state)
+    return num_bytes([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)])

@@ -19,8 +19,8 @@ from adloco_jax.settings import (
     Settings,
 )
 
-# More passes over the rows than this, and fewer held-out rows, have a line of their own.
-_MANY_PASSES, _FEW_HELDOUT = 10, 16
+_MANY_PASSES = 10  # above, passes over the rows have a line of their own
+_FEW_HELDOUT = 16  # below, held-out rows have a line of their own
 _FEW_UPDATES = 10  # below, a run has a warning
 ALMOST_ALL = 0.9  # the share of the rows above which a run needs no advice to read the rest
 
@@ -30,11 +30,18 @@ def run_header(
 ) -> list[str]:
     """Describe model, trainers, batches and fragments in at most four lines.
 
-    `own` has what the caller of `fit` gave (`Run.own`).
+    Args:
+      settings: The complete settings of the run.
+      spec: What its compiled programs share.
+      max_batch: The largest micro-batch, in sequences; None: not known yet.
+      own: What the caller of `fit` gave: some of "model", "rows", "inner_tx" and "outer_tx".
     """
-    model, ensemble, inner = settings.model, settings.ensemble, settings.inner
-    batching, outer = settings.batching, settings.outer
-    first_sizes = settings.ensemble.sizes()  # workers of each trainer in the first round
+    model = settings.model
+    ensemble = settings.ensemble
+    inner = settings.inner
+    outer = settings.outer
+    batching = settings.batching
+    first_sizes = ensemble.sizes()  # workers of each trainer in the first round
     workers = sum(first_sizes)
     place = placement(spec, Layout(first_sizes, batching.initial_batch_size))
     if "model" in own:
@@ -76,17 +83,21 @@ def run_header(
 
 
 def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
-    """Say what each parameter gets by its label; numbers in names, as of layers, become `*`."""
+    """Say in a line which parameters have which label; no line without labels.
+
+    `labels` has the label of each parameter by its name. Numbers in names, as of layers, become
+    `*`. With muon a label says which of its two optimizers a parameter gets.
+    """
     if not labels:
         return []
     names_by_label: dict[str, list[str]] = {}
     for name, label in labels.items():
         if tx == "muon":
             label = "muon" if label.endswith("matrix") else f"adamw ({label})"
-        name = re.sub(r"\d+", "*", name)
-        names = names_by_label.setdefault(label, [])
-        if name not in names:
-            names.append(name)
+        pattern = re.sub(r"\d+", "*", name)
+        patterns = names_by_label.setdefault(label, [])
+        if pattern not in patterns:
+            patterns.append(pattern)
     each = [f"{label}: {', '.join(names)}" for label, names in names_by_label.items()]
     return ["; ".join(["parameters by label", *each])]
 
@@ -110,8 +121,9 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     """Describe how often a run reads its rows, and how long it takes at least.
 
     `tokens_per_s` is a bound, or NaN; `num_heldout`, the rows of the reported loss, if known. A
-    line each is about rows that are read too often, and about too few held-out rows.
+    line each is about too few updates, rows that are read too often, and too few held-out rows.
     """
+    # Tokens until the run ends, if its rounds stay as the first; infinite if nothing ends it.
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
     inner = settings.inner
     rounds_grow = (
@@ -179,18 +191,22 @@ def share_read(settings: Settings, tokens: float) -> float:
 
 
 def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:
-    """Say how the batch changes from round to round, as the end of a sentence about it."""
+    """Say how the batch changes from round to round, as the end of a sentence about it.
+
+    For instance "in all rounds", or "raised by gradient noise (norm test, eta 0.8) up to 64".
+    """
     if batching.test == "constant":
         return "in all rounds"
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     test = f"{batching.test} test"
     used = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    for name in ("eta", "vartheta", "nu"):
+    for name in ("eta", "vartheta", "nu"):  # the options of tests
         if name in used:
             test += f", {name} {getattr(batching, name)}"
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:
         return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
+    # Workers and rounds grow only if these options are set.
     limits = {"workers": ensemble.initial_workers, "rounds": inner.max_steps_per_round}
     others = " and ".join(name for name in batching.growth if limits.get(name))
     if others:
@@ -214,7 +230,9 @@ def _fragments(spec: ProgramSpec) -> list[str]:
 
 def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     """Describe a run's state, communication and tokens, without compiling anything."""
-    ensemble, fragments = settings.ensemble, spec.outer.fragments
+    ensemble = settings.ensemble
+    fragments = spec.outer.fragments
+    # Of each trainer's synchronisations in a round, by its number of workers.
     costs = [sync_cost(workers, spec.sync_bytes, fragments) for workers in ensemble.sizes()]
     moved = sum(cost["bytes"] for cost in costs)
     syncs = sum(cost["syncs"] for cost in costs)

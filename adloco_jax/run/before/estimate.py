@@ -83,7 +83,7 @@ def plan(
     spec = spec_of(settings, here())
     lines = [*corpus.describe().splitlines(), *plan_lines(settings, spec)]
     lines += length_lines(settings, most_tokens_per_s(spec), None)
-    if memory:
+    if memory:  # compile, and tabulate the memory of each program
         is_open = base_dtype_is_open(settings)
         settings, choice = fitting_choice(settings, here())
         if is_open:
@@ -109,18 +109,18 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     machine = described(device)
     try:
         settings = completed(settings)
-    except UserError:
+    except UserError:  # the checkpoint, or the text, cannot be read here
         if settings.model.init_from:
             raise
         settings = completed(settings, reads=False)  # without the text, the config suffices
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     is_open = base_dtype_is_open(settings)
-    with _progress(device) as on_compile:
+    with _progress(device) as on_compile:  # which is called for each program
         try:
             settings, choice = fitting_choice(settings, machine, on_compile)
         except NothingFits as error:
-            peaks = error.peaks
+            peaks = error.peaks  # of the last mode that was tried
             found = [f"Nothing fits: {error}."]
             record["fits"] = False
             record["fault"] = str(error)
@@ -147,6 +147,7 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
 
 
 def _chosen(choice: Choice) -> str:
+    """Say in a line which mode, micro-batch and number of devices per model fit."""
     spec = choice.programs.spec
     mode = Mode(spec.sequential, spec.remat)
     shards = counted(spec.model_shards, "device")
@@ -154,7 +155,10 @@ def _chosen(choice: Choice) -> str:
 
 
 def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[str]:
-    """Tabulate the memory of programs by the compiler's analysis, in Markdown."""
+    """Tabulate the memory of programs by the compiler's analysis, in Markdown.
+
+    `peaks` are by the program's name; `device_bytes` a device has, and `budget` a run may use.
+    """
     lines = ["| program | its memory | state beside it | sum |", "|---|---|---|---|"]
     for name, peak in peaks.items():
         lines.append(
@@ -175,6 +179,7 @@ def _progress(device: str) -> Iterator[OnCompile]:
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(event: Compiling | Compiled) -> None:
+            """Name the program that has been compiled, and count it; leave what begins."""
             if isinstance(event, Compiled):
                 bar.set_postfix_str(str(event.key))
                 bar.update()
@@ -274,16 +279,17 @@ _KINDS = {
 
 def kinds() -> list[str]:
     """Describe each kind that `--device` can name in a line: memory, possible numbers of chips."""
-    return [
-        f"{name:8} {kind.num_bytes / 1e9:6.1f} GB, x {', '.join(map(str, kind.arrangements))}"
-        for name, kind in _KINDS.items()
-    ]
+    lines = []
+    for name, kind in _KINDS.items():
+        counts = ", ".join(map(str, kind.arrangements))
+        lines.append(f"{name:8} {kind.num_bytes / 1e9:6.1f} GB, x {counts}")
+    return lines
 
 
 def check_kind(name: str) -> None:
     """Raise ConfigError, with all kinds, unless a name such as `h100x8` describes devices."""
     kind, count = _kind_and_count(name)
-    if kind not in _KINDS or count not in _KINDS[kind].arrangements:
+    if kind not in _KINDS or count not in _KINDS[kind].arrangements:  # by number of chips
         known = "\n".join(f"  {line}" for line in kinds())
         raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
 
@@ -303,12 +309,14 @@ def most_tokens_per_s(spec: ProgramSpec) -> float:
     Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
     none for a table of embeddings beside a head.
     """
+    # By the name that JAX gives a GPU; devices of other kinds are not known.
     peaks = {kind.gpu["name"]: kind.flops_per_s for kind in _KINDS.values() if kind.gpu}
     devices = spec.machine.devices
-    peak = len(devices) * peaks.get(devices[0].device_kind, math.nan)
+    flops_per_s = len(devices) * peaks.get(devices[0].device_kind, math.nan)
     trained = _num_multiplied(spec.params)
     frozen = _num_multiplied(spec.base or {})
-    return peak / (6 * trained + 4 * frozen)
+    flops_per_token = 6 * trained + 4 * frozen
+    return flops_per_s / flops_per_token
 
 
 def _num_multiplied(params: PyTree) -> int:
@@ -329,10 +337,11 @@ def described(name: str) -> Machine:
     check_kind(name)
     kind, count = _kind_and_count(name)
     num_bytes = _KINDS[kind].num_bytes
-    gpu = _KINDS[kind].gpu
-    arrangement = _KINDS[kind].arrangements[count]
+    gpu = _KINDS[kind].gpu  # empty: a TPU
+    arrangement = _KINDS[kind].arrangements[count]  # such as "2x2"
     try:
         if gpu:
+            # The compiler plans for a share of the stated memory, a run for another.
             config = _GPU.format(**gpu, memory=int(num_bytes * TAKEN / _PLANNED))
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=config, topology=arrangement
