@@ -111,18 +111,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_its_rounds_are_run_again(t
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, older]
 
 
-def test_a_run_whose_checkpoints_are_lost_never_starts_over(stopped):
-    before = (stopped / "ledger.jsonl").read_bytes()
-    (checkpoint_folder,) = (stopped / "checkpoints").iterdir()
-    (checkpoint_folder / "host.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
-        run(stopped)
-    shutil.rmtree(checkpoint_folder)
-    with pytest.raises(CheckpointError, match="are gone"):
-        run(stopped)
-    assert (stopped / "ledger.jsonl").read_bytes() == before
-
-
 def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(stopped, whole, capsys):
     shutil.rmtree(stopped / "checkpoints")
     path = stopped / "ledger.jsonl"
@@ -132,11 +120,20 @@ def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(stop
     assert "begins again: no round was saved\n" in capsys.readouterr().out
 
 
-def test_a_ledger_that_lacks_rounds_is_refused_and_left_as_it_is(stopped):
-    path = stopped / "ledger.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [("host.json", "no checkpoint is whole"), ("checkpoint", "are gone"), ("ledger", "adloco exp")],
+)
+def test_a_run_that_lacks_rounds_never_starts_over(stopped, damage, words):
+    path, (saved,) = stopped / "ledger.jsonl", (stopped / "checkpoints").iterdir()
+    if damage == "host.json":
+        (saved / "host.json").write_text("{}")
+    elif damage == "checkpoint":
+        shutil.rmtree(saved)
+    else:
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     before = path.read_bytes()
-    with pytest.raises((CheckpointError, DataError), match="adloco export") as refusal:
+    with pytest.raises((CheckpointError, DataError), match=words) as refusal:
         run(stopped)
     assert refusal.value.exit_code == 3 and path.read_bytes() == before
 
