@@ -23,7 +23,7 @@ def configs(options: argparse.Namespace, command: str) -> None:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return
     print("adloco train NAME")
-    for path in sorted(SHIPPED.glob("[!_]*.py")):
+    for path in sorted(SHIPPED.glob("[!_]*.py")):  # what begins with "_" is no config
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
         first_line = docstring.partition("\n")[0]
         print(f"  {path.stem:20} {first_line}")

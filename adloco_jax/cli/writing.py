@@ -33,9 +33,11 @@ class Writer:
 
 def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) -> Writer:
     """Load a model from a folder in Hugging Face layout; raise ConfigError if it is no Llama."""
+    # Frozen weights of an adapter are held in the dtype with which the adapter was trained.
     loaded = hf.load(folder, as_trained=True, key="model")
     network = loaded.network
-    if loaded.base is not None:  # its layers have the form that suits frozen weights here
+    if loaded.base is not None:
+        # Layers are by default run as a scan over stacked weights, and frozen ones are not stacked.
         network = network.clone(layer_form=layer_form(here()))
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{folder}: a {type(network).__name__} writes no text")

@@ -106,7 +106,7 @@ def begin(
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = _make_engine(run, programs, heldout, progress, stop, ledger)
     stack.callback(engine.close)
-    engine.control_before = control
+    engine.control_before = control  # what `after_failure` reads, if the first round fails
 
     peak_tokens_per_s = math.nan  # not known
     if settings.engine.kind == "local" and not run.by_fit:

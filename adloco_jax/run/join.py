@@ -77,7 +77,8 @@ def join(
                     f"{bucket.url}: {error}; start the driver again, or give this machine the files"
                 ) from error
             with processes.stop_requests("leaving when the round under way has ended"):
-                is_over = BucketLearner(bucket, Learner(setup), setup, workdir, run.id).serve()
+                learner = BucketLearner(bucket, Learner(setup), setup, workdir, run.id)
+                is_over = learner.serve()  # trains; False: another run has begun there
 
 
 def _is_on_hub(flat: Mapping[str, Any], key: str) -> bool:

@@ -35,8 +35,9 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     length = settings.data.sequence_length
     if not count or run.by_fit:
         return None
-    # A scan needs stacked weights, and frozen ones are not.
-    form = layer_form(run.spec.machine) if settings.adapter.rank else "scan"
+    form = "scan"  # over the layers, whose weights are stacked
+    if settings.adapter.rank:  # frozen weights are not stacked
+        form = layer_form(run.spec.machine)
     network = build_network(settings.model, settings.adapter, layer_form=form)
     corpus = run.corpus
     if not isinstance(network, llama.Llama):
