@@ -109,6 +109,7 @@ def _next_commands(workdir: Path) -> list[str]:
         return commands
     settings = before.config
     tokens = summary.totals(record.events)["tokens_total"]
+    # Whether the run may be resumed with more tokens: a declared schedule would be stretched.
     may_go_on = kind_of_change_now("num_tokens", settings) == "harmless"
     if share_read(settings, tokens) < ALMOST_ALL and may_go_on:
         whole = settings.num_rows * settings.data.sequence_length
