@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from adloco_jax.elastic.signatures import Unneeded
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import join as run_join
 from adloco_jax.settings import EngineSettings
+from probes import faulty_store
 
 ROOT = Path(__file__).parents[1]
 SECRET = b"s" * 16
@@ -464,25 +466,52 @@ def test_the_learner_of_a_driver_ends_with_it_however_that_ends():
 
 
 @pytest.mark.slow
-def test_a_driver_trains_on_its_own_computer_too(tmp_path):
+@pytest.mark.parametrize("kind", ["direct", "bucket"])
+def test_a_driver_trains_on_its_own_computer_too(kind, tmp_path):
+    """In a bucket a learner elsewhere, which has not the text, takes part too."""
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    text = tmp_path / "driver" / "text.txt"
+    text.write_text((ROOT / "adloco_jax" / "settings.py").read_text())
     keys = {
         "num_rounds": 2,
         "inner.steps_per_round": 3,
         "data.num_sequences": 200,
-        "engine.kind": "direct",
-        "engine.relay": "off",
+        "data.path": text.name,
+        "ensemble.num_workers": 2,
+        "engine.kind": kind,
     }
-    words = [f"--config.{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-m", "adloco_jax", "train", "diloco", "--workdir", "run", *words]
     environ = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    how = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
-    done = subprocess.run(command, timeout=300, **how)
-    assert done.returncode == 0, done.stderr
-    assert "to join from another computer: adloco join adloco-" in done.stdout
-    assert "  here | joined as learner" in done.stdout
-    assert "  here | the run is over: 2 responses" in done.stdout
-    (first, *_) = events(tmp_path / "run", "learner")
-    assert first["owner"] == "this computer"
+    with contextlib.ExitStack() as stack:
+        if kind == "direct":
+            keys |= {"engine.relay": "off", "engine.max_learners": 1}
+        else:
+            url = stack.enter_context(faulty_store.s3_server("bkt"))
+            environ |= faulty_store.environment(url) | {"ADLOCO_KEY": KEY}
+            keys |= {"engine.address": "s3://bkt/run", "engine.max_learners": 2}
+            keys |= {"engine.trains_here": True, "engine.serves_files": True}
+
+        def start(place, *words):
+            command = [sys.executable, "-m", "adloco_jax", *words]
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            own = environ | {"XDG_CACHE_HOME": str(tmp_path / place / "cache")}
+            process = subprocess.Popen(command, cwd=tmp_path / place, env=own, **how)
+            stack.callback(process.kill)
+            return process
+
+        words = [f"--config.{key}={value}" for key, value in keys.items()]
+        driver = start("driver", "train", "diloco", "--workdir", "run", *words)
+        if kind == "bucket":
+            other, _ = start("elsewhere", "join", "s3://bkt/run").communicate(timeout=300)
+            assert re.search("the run is over: [12] responses", other), other
+        printed, _ = driver.communicate(timeout=300)
+
+    assert driver.returncode == 0, printed
+    assert "  here | joined as learner" in printed
+    assert re.search("  here [|] the run is over: [12] responses", printed), printed
+    assert f"adloco join {'adloco-' if kind == 'direct' else 's3://bkt/run'}" in printed
+    (first, *_) = events(tmp_path / "driver" / "run", "learner")
+    assert first.get("owner") == ("this computer" if kind == "direct" else None)
 
 
 def test_a_secret_is_hexadecimal_digits():
