@@ -237,11 +237,11 @@ def test_a_second_driver_is_refused_while_the_first_works_and_takes_over_when_it
 
     clock.sleep = writes_until(math.inf)
     with pytest.raises(ConfigError, match="another driver runs there") as error:
-        bucket.next_generation(there, 0, 4.0)
+        bucket.become_next_driver(there, 0, 4.0)
     assert "\n" not in str(error.value) and 4 < clock.now_s < 10
     for writes_s, next_generation in ((3.5, 2), (0.0, 3)):
         clock.now_s, clock.sleep = 0.0, writes_until(writes_s)
-        assert bucket.next_generation(there, 1, 4.0) == next_generation and 4 <= clock.now_s <= 8
+        assert bucket.become_next_driver(there, 1, 4.0) == next_generation and 4 <= clock.now_s <= 8
 
 
 def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
@@ -258,7 +258,7 @@ def test_an_old_list_of_drivers_is_looked_at_again(monkeypatch, tmp_path):
         return get(name, **how) if name != "driver/2.json" or clock.now_s > 2 else None
 
     monkeypatch.setattr(there, "get", old)
-    assert bucket.next_generation(there, 1, 4.0) == 3 and clock.now_s < 4
+    assert bucket.become_next_driver(there, 1, 4.0) == 3 and clock.now_s < 4
 
 
 def test_a_prefix_with_another_run_is_refused_and_a_copy_of_the_folder_goes_on(

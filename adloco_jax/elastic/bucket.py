@@ -186,16 +186,17 @@ def driving(
     heartbeat_s = setup.settings.engine.heartbeat_s
     there.limit_rate(setup.settings.engine.link)
     run = _own_description(there, setup, folder / "id")
-    served_files = setup.files if setup.settings.engine.serves else {}
-    library = Library(served_files)
+    library = Library({})
+    if setup.settings.engine.serves:  # learners may read files from the driver
+        library = Library(setup.files)
 
     # Take the run over, and say so.
     there.signatures.run = run.id
     there.signatures.start = uuid.uuid4().hex
-    generation = next_generation(there, run.driver, heartbeat_s)
+    generation = become_next_driver(there, run.driver, heartbeat_s)
     offer(library)
-    now = {"adloco_jax": __version__, "driver": generation, "files": library.files}
-    description = store.to_json(run.model_copy(update=now))
+    of_this_driver = {"adloco_jax": __version__, "driver": generation, "files": library.files}
+    description = store.to_json(run.model_copy(update=of_this_driver))
     there.put("run.json", description)
     # As it is read from JSON, it is equal to what `give_sign` reads later.
     run = store.from_json(description, "run.json", RunDescription)
@@ -203,10 +204,13 @@ def driving(
     transport = BucketTransport(there, run, setup, owner)
     _delete_rounds(there, generation)  # what a driver that was killed has left
     say(invitation)
+
+    def give_sign() -> None:
+        """Give a sign of life, in a thread."""
+        transport.act_and_keep_fault(transport.give_sign)
+
     try:
-        with processes.every(
-            heartbeat_s / SIGNS, lambda: transport.act_and_keep_fault(transport.give_sign)
-        ):
+        with processes.every(heartbeat_s / SIGNS, give_sign):
             yield transport
     finally:
         transport.close(is_over=is_over())
@@ -290,7 +294,7 @@ class _Driver(NamedTuple):
     heartbeat: DriverHeartbeat
 
 
-def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
+def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
     """Begin as the run's next driver, and return its number, the generation.
 
     `last` is the number of the last driver in `run.json`; 0 if there was none. This process waits
@@ -300,7 +304,7 @@ def next_generation(bucket: Store, last: int, heartbeat_s: float) -> int:
     driver is alive.
     """
     start_s = time.monotonic()
-    changed_s = start_s
+    changed_s = start_s  # when the newest driver's heartbeat last changed
     newest = _newest_driver(bucket, last)
     if not newest.heartbeat.has_ended:
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
@@ -346,7 +350,7 @@ def _newest_driver(bucket: Store, generation: int) -> _Driver:
 
 
 def _delete_rounds(bucket: Store, last: int) -> None:
-    """Delete what drivers up to the `last` one have left: parameters, requests and responses."""
+    """Delete the parameters, requests and responses of drivers whose number is at most `last`."""
     old = []
     for name in bucket.names():
         match = re.match(r"(?:params|requests|responses)/(\d+)/", name)
@@ -357,7 +361,7 @@ def _delete_rounds(bucket: Store, last: int) -> None:
 
 @dataclasses.dataclass
 class _Exchange:
-    """What the driver has written to a learner, and read from it."""
+    """What the driver has written to the learner in a place, and read from it."""
 
     id: RequestId  # of the last request that was written
     num_asked: int = 0  # requests that have been submitted
@@ -406,7 +410,8 @@ class BucketTransport:
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
         self._num_params = itertools.count()  # parameters that were stored
         self._count = itertools.count(1)  # own heartbeats
-        self._late_s = setup.settings.engine.heartbeat_s / SIGNS  # a request that takes longer
+        # A request that takes longer than this makes the link suspect (`_is_cut_off`).
+        self._late_s = setup.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began; infinity: none is
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing = threading.Lock()  # held while a heartbeat is made and written
@@ -439,7 +444,7 @@ class BucketTransport:
                 return
             learners = []
             for each in [*self._exchanges.values()]:  # a copy: other threads change the dict
-                is_free = each.heartbeat is None
+                is_free = each.heartbeat is None  # no learner has taken the place
                 learners.append(
                     LearnerRequests(id=each.id, num_read=each.num_read, is_free=is_free)
                 )
@@ -466,7 +471,7 @@ class BucketTransport:
         data = store.pack(Format(), params)
 
         def write() -> None:
-            """Make place in the bucket, and write the parameters."""
+            """Delete old objects, and write the parameters."""
             self._store.delete(*old)
             self._store.put(name, data)
 
@@ -515,7 +520,8 @@ class BucketTransport:
     def submit(self, handle: RequestId, method: str, **arguments: Any) -> tuple[RequestCall, int]:
         """Call a method of a learner; return the call, for `poll`, and the request's bytes.
 
-        A "ping" writes nothing: the learner's next heartbeat answers it.
+        The request is written in a thread. A "ping" writes nothing: the learner's next heartbeat
+        answers it.
         """
         exchange = self._exchanges[handle.learner]
         if method == "ping":
@@ -527,7 +533,7 @@ class BucketTransport:
         exchange.num_asked += 1
         call = RequestCall(method, handle.of(exchange.num_asked))
         inputs: Inputs | None = arguments.pop("inputs", None)
-        if inputs is not None:
+        if inputs is not None:  # the method is "run_round"
             request = arguments["request"]
             call.form = [response_form(self._spec, request, work) for work in request.work]
             packed = {}
@@ -554,8 +560,8 @@ class BucketTransport:
     def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
         """Return the replies to calls that have ended; wait until one has, or the time is over.
 
-        A driver without a link to the bucket waits on. Raises ResourceError if another driver has
-        taken over, or the error of a thread.
+        As long as the link to the bucket does not work, it waits on. Raises ResourceError if
+        another driver has taken over, or the error of a thread.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -568,8 +574,9 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(_LOOK_S, timeout_s))
+            # A driver that cannot see learners must not judge them.
             while self._is_cut_off() and not (self._fault or processes.is_asked_to_stop()):
-                time.sleep(_CUT_OFF_S)  # a driver that cannot see learners must not judge them
+                time.sleep(_CUT_OFF_S)
 
     def _is_cut_off(self) -> bool:
         """Whether the link to the bucket seems not to work.
@@ -582,6 +589,7 @@ class BucketTransport:
             return True
         for exchange in self._exchanges.values():
             is_under_way = exchange.look is not None and not exchange.look.done()
+            # During a look `next_s` is when it began.
             if is_under_way and self._returned_s < exchange.next_s < late_since_s:
                 return True
         return False
@@ -627,7 +635,9 @@ class BucketTransport:
             return self._store.read_message(name, LearnerHeartbeat)
 
         try:
-            return store.retry_if_refused(read) if is_free else read()
+            if is_free:
+                return store.retry_if_refused(read)
+            return read()
         except ResourceError:  # a signal has ended the patience
             return None
         except Refused as error:
@@ -648,7 +658,8 @@ class BucketTransport:
         if heartbeat is None:
             return None
         if call.what == "ping":
-            # The next heartbeat answers it. After the last one no other comes.
+            # The next heartbeat answers it: its count is not `request`, that of the one before.
+            # After the last one no other comes.
             is_answer = heartbeat.sign.has_left or heartbeat.count != call.id.request
             if not is_answer:
                 return None
@@ -673,7 +684,9 @@ class BucketTransport:
             """Return what the arrays of the response must look like; None: it must have none."""
             if message.id != call.id:
                 raise Refused(f"{name}: responds to another request")
-            return None if message.error else call.form
+            if message.error:
+                return None
+            return call.form
 
         try:
             message, value, size = self._store.read_with_arrays(
@@ -690,7 +703,8 @@ class BucketTransport:
         except (Refused, ResourceError) as error:
             return Reply(Refused(str(error)))
         finally:
-            self._act_in_thread(lambda: self._store.delete(call.id.name("requests"), name))
+            request_name = call.id.name("requests")
+            self._act_in_thread(lambda: self._store.delete(request_name, name))
 
     def kill(self, handle: RequestId) -> None:
         """End the exchange with a learner, and delete its objects.

@@ -54,6 +54,7 @@ from adloco_jax.elastic.store import Store
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
 from adloco_jax.host import processes
 
+_SHOWN_CHARACTERS = 20  # of the driver's version
 _SHORTEST_S = 1e-9  # that a round may take in a printed speed, as it is divided by
 
 
@@ -125,11 +126,12 @@ def _check_patience(bucket: Store, since_s: float) -> None:
 
 
 def check_version(bucket: Store, version: str) -> None:
-    """Raise ConfigError unless the driver's version of this package is this one."""
+    """Raise ConfigError unless the driver's `version` of this package is this one."""
     if version != __version__:
+        shown = version[:_SHOWN_CHARACTERS]  # the driver may write anything
         raise ConfigError(
-            f"{bucket.url}: the driver has adloco_jax {version[:20]!r}, this machine"
-            f" {__version__!r}; install the same"
+            f"{bucket.url}: the driver has adloco_jax {shown!r}, this machine {__version__!r};"
+            " install the same"
         )
 
 
@@ -183,7 +185,7 @@ class BucketLearner:
         self._count = 0  # own heartbeats that were written
         self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
         self._changed_s = time.monotonic()  # when that came
-        self._is_others = False  # whether the bucket is another run's now
+        self._is_of_another_run = False  # whether the bucket is another run's now
         self._writing = threading.Lock()  # held while `handle` changes, or its heartbeat is written
         self._idle_s = time.monotonic()  # when the last response was sent
         self._has_left = False  # whether the next heartbeat is the last one
@@ -210,7 +212,7 @@ class BucketLearner:
                 elif self.learner.leaving and not self._has_unread_response():
                     break
                 elif not self._is_driver_alive():
-                    if self._is_others:
+                    if self._is_of_another_run:
                         self._say("the driver gives no sign, and another run is there; joining it")
                         return False
                     _check_patience(self._store, self._changed_s)
@@ -327,11 +329,11 @@ class BucketLearner:
         """Leave the known driver for the one that `run.json` names, if that is another.
 
         They are told apart by the id of the driver's start in the heartbeat. Nothing changes if
-        there is no driver. If the bucket has become another run's, `_is_others` is set instead.
+        there is no driver. If the bucket has become another run's, `_is_of_another_run` says so.
         """
         run = self._store.valid_message("run.json", RunDescription)
-        self._is_others = run is not None and run.id != self._run_id
-        if run is None or self._is_others:
+        self._is_of_another_run = run is not None and run.id != self._run_id
+        if run is None or self._is_of_another_run:
             return
         heartbeat = self._read_driver(run.driver)
         if heartbeat is None or heartbeat.start == self.driver.start:

@@ -30,6 +30,7 @@ from adloco_jax.settings import Settings
 _CONNECT_S = 10  # a cluster must accept a connection within so many seconds
 _CHECK_PARENT_S = 1.0  # from one look at whether a learner's parent runs to the next
 _SHOWN_CHARACTERS = 200  # of an error of Ray
+_TOKEN_BYTES = 32  # random bytes of a token, which is written in hexadecimal digits
 
 # Environment of the cluster that a run starts. Ray reads it once, when it is imported, so it stays.
 _ENVIRONMENT = {
@@ -145,7 +146,7 @@ def _start(num_learners: int, folder: str) -> None:
         )
     os.environ.update(_ENVIRONMENT)
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(_TOKEN_BYTES))
     import ray
 
     # The environment for the start only; `before` is what it replaces.

@@ -146,7 +146,7 @@ def assign(
       returning: Ids of workers whose lost learner may soon be back.
     """
     numbers = [learner.number for learner in learners]
-    hosts: dict[int, int] = {}  # the result
+    hosts: dict[int, int] = {}  # the result; first as it is now, by rule 1
     for learner in learners:
         for worker_id in learner.worker_ids:
             if worker_id in trainers:  # else its trainer has been merged into another
@@ -169,8 +169,9 @@ def assign(
             if worker_id in returning:
                 continue
 
+            # Its default is the trainer of this worker.
             def cost(number: int, trainer: int = trainers[worker_id]) -> tuple[int, bool, int]:
-                """Order the learners: few workers first, then one of the same trainer."""
+                """Order learners: fewest workers, then those with one of the same trainer."""
                 held = workers_of(number)
                 is_new = all(trainers[held_id] != trainer for held_id in held)
                 return len(held), is_new, number

@@ -155,7 +155,7 @@ class ElasticEngine:
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
         self._stop_s = math.inf  # when rounds under way are given up, after a signal
-        # Since then, the seconds of learners for each use of their time (`USES`).
+        # Since the last round ended, the seconds of learners for each use of their time (`USES`).
         self._spent_s = np.zeros(len(USES))
         self._up_s = 0.0  # seconds that learners had been up when the last round ended
         self._failures: dict[int, _Failure] = {}  # by trainer's id
@@ -225,18 +225,24 @@ class ElasticEngine:
         and seconds of learners in all, lost, and for each use of their time. The counts start again
         at zero.
         """
+
+        def share_s(seconds: float) -> float:
+            """Return one round's share of some seconds, rounded to microseconds."""
+            return round(seconds / num_ended, 6)
+
         up_s = self.pool.up_s()
         num_bytes = self.pool.wire_bytes
         shares: dict[str, float] = {
             "wire_bytes": num_bytes // num_ended,
-            "up_s": round((up_s - self._up_s) / num_ended, 6),
-            "lost_s": round(self.pool.lost_s / num_ended, 6),
+            "up_s": share_s(up_s - self._up_s),
+            "lost_s": share_s(self.pool.lost_s),
         }
+        for use, seconds in zip(USES, self._spent_s.tolist(), strict=True):
+            shares[f"{use}_s"] = share_s(seconds)
+
         self._up_s = up_s
         self.pool.wire_bytes = num_bytes % num_ended  # the rest counts next time
         self.pool.lost_s = 0.0
-        for use, seconds in zip(USES, self._spent_s.tolist(), strict=True):
-            shares[f"{use}_s"] = round(seconds / num_ended, 6)
         self._spent_s = np.zeros(len(USES))
         return shares
 
@@ -256,7 +262,9 @@ class ElasticEngine:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
             self._states.keep_states_of(state)
-        num_needed = len(control.trainers) if self._keeps_together() else 1
+        num_needed = 1  # rounds that must end before this returns
+        if self._keeps_together():
+            num_needed = len(control.trainers)
         self._tell_s = time.monotonic()  # without a learner, what is missing is said at once
         if self.pool.num_present:
             self._tell_s += TELL_S
@@ -370,7 +378,7 @@ class ElasticEngine:
         if packed_updates:  # below float32; then there is one
             update = jax.device_get(packed_updates[0])
         sender = None
-        if record.request.is_taken(self.spec) and not record.factors:
+        if record.request.takes_worker_params(self.spec) and not record.factors:
             # The trainer has taken the parameters of its only worker, whose learner has them.
             sender = record.senders[worker_ids[0]]
         self._params.record_change(trainer, update, sender)
@@ -482,11 +490,10 @@ class ElasticEngine:
         now_s = time.monotonic()
         # Trainers whose last round has failed, until the pause after it is over.
         waiting = {m for m, failure in self._failures.items() if now_s < failure.until_s}
-        idle = [
-            m
-            for m in control.trainers
-            if m not in self.rounds and m not in waiting and self._may_begin(control, m)
-        ]
+        idle = []  # trainers that may begin a round
+        for m in control.trainers:
+            if m not in self.rounds and m not in waiting and self._may_begin(control, m):
+                idle.append(m)
         if not idle:
             return
         self._assign_workers(control, idle)
@@ -555,16 +562,17 @@ class ElasticEngine:
 
         # Slower learners make fewer updates, and measure statistics on no more than they read.
         parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
-        speeds = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
-        updates = decisions.updates_by_speed(plan.num_updates, parts, speeds)
+        measured_s = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
+        updates = decisions.updates_by_speed(plan.num_updates, parts, measured_s)
         num_tested = test_count(plan, len(starts), settings.batching)
-        (position,) = control.positions([trainer])
+        (position,) = control.positions([trainer])  # in arrays [M, ...]
 
         @functools.cache  # several learners may need the parameters, or none
         def whole_params() -> PyTree:
             """Return the trainer's parameters, in NumPy and without axis M."""
             return jax.device_get(trainer_params(state.ensemble, position))
 
+        # Each learner gets one request, with the workers that it runs.
         learners = {learner.number: learner for learner in free.values()}
         for _, learner in sorted(learners.items()):
             work = []
@@ -617,7 +625,8 @@ class ElasticEngine:
         """
         some = next(iter(record.counted.values()))  # any one, for the shapes
         missing = jax.tree.map(np.zeros_like, some.differences)
-        differences, weights = [], []
+        differences = []
+        weights = []
         for worker_id in worker_ids:
             if worker_id in record.counted:
                 num_sequences = record.spent(worker_id).num_sequences
@@ -707,7 +716,7 @@ class ElasticEngine:
             self._continue_without(learner, str(error))
             return
         learner.num_responses += 1
-        if request.is_taken(self.spec):
+        if request.takes_worker_params(self.spec):
             # The learner has replaced the trainer's parameters by its worker's, so it has no known
             # version of them, until the trainer takes the worker's parameters too.
             learner.params_ids.pop(request.trainer, None)

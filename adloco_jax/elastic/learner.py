@@ -251,7 +251,7 @@ class Learner:
 
         params_M = self._present_params(request, params)
         responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
-        if request.is_taken(self.spec):
+        if request.takes_worker_params(self.spec):
             # The trainer takes its only worker's parameters: its own minus the difference.
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
@@ -472,12 +472,10 @@ def _state_precision(path: tuple, precision: Precision) -> Precision:
     """
     names = {getattr(key, "name", "") for key in path}
     if "nu" in names and precision == "int4":
-        return "bfloat16"
-    if "nu" in names:
+        return "bfloat16"  # in int4 many would be zero
+    if names & {"mu", "trace", "nu"}:
         return precision
-    if "mu" in names or "trace" in names:
-        return precision
-    return "float32"
+    return "float32"  # no moment, such as the number of updates
 
 
 def pack_state(state: PyTree, precision: Precision) -> PyTree:
@@ -533,6 +531,7 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
     """
     params_M = stacked(spec.params)
     workers = Workers(params_M, None)
+    # Traced, not computed.
     differences = _packed_difference.eval_shape(
         params_M, workers, request.precision(spec), request.is_single
     )

@@ -80,8 +80,8 @@ class ServedFile(Format):
 
     kind: Annotated[str, Field(pattern="^(rows|weights)$")]
     name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
-    size: Annotated[Count, Field(le=2**40)]
-    root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[Count, Field(le=2**40)]  # in bytes
+    root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hash of its content
 
 
 class RunDescription(Format):
@@ -195,10 +195,15 @@ class Request(NamedTuple):
 
     def precision(self, spec: ProgramSpec) -> Precision:
         """Return the precision of differences; those of a single worker are not quantised."""
-        return "float32" if self.is_single else spec.outer.precision
+        if self.is_single:
+            return "float32"
+        return spec.outer.precision
 
-    def is_taken(self, spec: ProgramSpec) -> bool:
-        """Whether the trainer takes the worker's parameters, which the learner then has."""
+    def takes_worker_params(self, spec: ProgramSpec) -> bool:
+        """Whether the trainer takes the parameters of its only worker, which its learner has.
+
+        A mean over one worker is that worker; with `outer.skip_single` no momentum is added.
+        """
         return self.is_single and spec.outer.skip_single and spec.aggregate is mean
 
     def sequences(self, num_updates: int) -> int:

@@ -49,8 +49,8 @@ class Busy(Exception):
 class Objects(Protocol):
     """Keeps objects by name. Calls come from several threads; a `Store` repeats those that fail.
 
-    An error that no other try can mend is `Refused` or ConfigError. One that is `Denied` ends the
-    first requests, and later ones are repeated, as credentials expire.
+    An error that no other try can mend is `Refused` or ConfigError. After one that is `Denied` only
+    the first requests are given up; later ones are repeated, as credentials may have expired.
     """
 
     address: str
@@ -148,7 +148,7 @@ class Bucket:
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
         """Return the size of an object and its pieces, or None if there is none."""
-        self._follow_no_link(name, Refused)
+        self._refuse_link(name, Refused)
         with explained():
             try:
                 response = self._store.get(name)
@@ -165,7 +165,7 @@ class Bucket:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
-        self._follow_no_link(name, ConfigError)
+        self._refuse_link(name, ConfigError)
         with explained():
             # More pieces at a time would each take longer than a client waits on a slow link.
             self._store.put(name, data, chunk_size=REQUEST_BYTES, max_concurrency=2)
@@ -174,7 +174,7 @@ class Bucket:
         """Write an object unless there is one; return whether this call has written it."""
         from obstore.exceptions import AlreadyExistsError
 
-        self._follow_no_link(name, ConfigError)
+        self._refuse_link(name, ConfigError)
         with explained():
             try:
                 self._store.put(name, data, mode="create")
@@ -190,7 +190,7 @@ class Bucket:
         """List the names of all objects, in order."""
         return sorted(each["path"] for each in self._store.list().collect())
 
-    def _follow_no_link(self, name: str, error: type[Exception]) -> None:
+    def _refuse_link(self, name: str, error: type[Exception]) -> None:
         """Raise `error` if the object's file would be reached through a symbolic link.
 
         Whoever may write to a shared folder could otherwise direct others to any file.
@@ -220,7 +220,10 @@ def _client() -> "ClientConfig":
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Raise obstore's errors as `Denied` or `Busy` if they are of that kind, others as they are."""
+    """Raise obstore's errors as `Denied` or `Busy` if they are of that kind, others as they are.
+
+    It is for the errors within the `with` block.
+    """
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     try:

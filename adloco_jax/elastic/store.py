@@ -48,6 +48,7 @@ _TOLD_FAILURES = 3  # failures of a request before the user is told
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
 READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
+_SHOWN_CHARACTERS = 100  # of an error that an object has caused
 _SHA256_DIGITS = 64  # hexadecimal digits, with which an object of `pack` begins
 # A link carries bytes in parts that take so long. It may catch up as much time that it was idle.
 _BURST_S = 0.05
@@ -65,7 +66,7 @@ class Link:
         self._free_s = 0.0  # when it has carried all bytes so far, on the clock `time.monotonic`
         self._using = threading.Lock()
 
-    def carry(self, num_bytes: float) -> None:
+    def wait_for(self, num_bytes: float) -> None:
         """Wait as long as a link of this rate needs for some bytes, after those of other threads.
 
         Nothing is sent here: the caller sends or has received the bytes. They are taken in parts,
@@ -139,7 +140,7 @@ class Store:
                 length = min(REQUEST_BYTES, size - len(data))
                 read_piece = functools.partial(next, pieces)
                 piece = self._request_once(read_piece, num_bytes=length, failures=failures)
-                self._download.carry(len(piece))
+                self._download.wait_for(len(piece))
                 data += piece
             return data
 
@@ -201,7 +202,7 @@ class Store:
             """Write the object, after so many tries have failed, or raise an error."""
             self._request_once(put, num_bytes=len(signed), failures=failures)
 
-        self._upload.carry(len(signed))
+        self._upload.wait_for(len(signed))
         self.retry("write", write)
 
     def create(self, name: str, message: Format) -> bool:
@@ -463,7 +464,8 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
     except Refused:
         raise
     except Exception as error:  # deliberately broad: whoever wrote it may have written anything
-        raise Refused(f"{name}: unknown ({type(error).__name__}: {reason(error, 100)})") from error
+        cause = f"{type(error).__name__}: {reason(error, _SHOWN_CHARACTERS)}"
+        raise Refused(f"{name}: unknown ({cause})") from error
     if parts:
         raise Refused(f"{name}: unknown parts")
     check_form(tree, wanted, f"{name}: ")
