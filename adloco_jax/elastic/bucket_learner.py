@@ -378,7 +378,8 @@ class BucketLearner:
                 if not is_first:  # another learner has the place
                     self.handle = None
                     continue
-            start = f"{self.generation}-{self.driver.start[:8]}"  # a folder for each start
+            # A folder for each start of the driver; eight characters of its id tell them apart.
+            start = f"{self.generation}-{self.driver.start[:8]}"
             if self._workdir is None:
                 folder = Path(os.devnull) / start  # is never there, so nothing is logged
             else:

@@ -270,6 +270,7 @@ class ElasticEngine:
             self._tell_s += TELL_S
         while True:
             if processes.is_asked_to_stop():
+                # From the first time on, rounds under way have so many seconds.
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
                 if not self.rounds or time.monotonic() >= self._stop_s:
                     raise Stopped(state)
@@ -301,6 +302,7 @@ class ElasticEngine:
                 self._accepted_norms[key] = past
         for m, each in ended.items():
             past = self._accepted_norms.get(str(m), [])
+            # The parameters with which the round began, of this trainer alone.
             start_M = take(state.ensemble, control.positions([m])).params_M
             params_norm = float(norms(trainable(start_M))[0])
             accepted = each.judge(past, params_norm, self.settings.outer.clip_workers)
@@ -375,7 +377,7 @@ class ElasticEngine:
         workers of the trainer. `packed_updates` has the update, packed to be sent, or nothing.
         """
         update = None
-        if packed_updates:  # below float32; then there is one
+        if packed_updates:  # there is one, unless differences are sent in float32
             update = jax.device_get(packed_updates[0])
         sender = None
         if record.request.takes_worker_params(self.spec) and not record.factors:

@@ -320,7 +320,8 @@ class Learner:
         """
         key = group.steps_key()
         if key not in self._needed:
-            self._needed[key] = peak(self.programs, key, (1,)).total
+            sizes = (1,)  # workers of each trainer
+            self._needed[key] = peak(self.programs, key, sizes).total
         return self._needed[key] <= self._budget
 
     def _run_group(
@@ -351,27 +352,29 @@ class Learner:
             test = padded_stats_rows(group, [rows_B], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
 
-        # Make the worker's updates. A micro-batch of the driver is `parts` of the plan's.
+        # Make the worker's updates, in an ensemble that has this worker alone. A micro-batch of the
+        # driver is `parts` of the plan's.
         alone = _alone(params_M)
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held_state(key))
             alone = alone.replace(inner_state_R=before_R)
-        shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)
+        shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)  # -1: length of a row
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
         parts = request.micro_batch_size // plan.micro_batch_size
         rate_TR = inputs.rate_T.repeat(parts)[:, None]
         reads_R3 = np.array([key], np.int32)
         calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)
+        # `measured` has the losses and skipped updates of each call.
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
 
         # Pack the difference to send, and keep the state with which the next round begins.
-        ended = workers.replace(inner_state_R=None)
+        ended = workers.replace(inner_state_R=None)  # only its parameters are needed
         sent = _packed_difference(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:
             after_R = fetch(workers.inner_state_R)
-            end = work.start + plan.num_sequences
-            end_key = (request.trainer, work.worker_id, end)
-            self.held[end_key] = jax.tree.map(lambda leaf: leaf[0], after_R)
+            next_start = work.start + plan.num_sequences
+            next_key = (request.trainer, work.worker_id, next_start)
+            self.held[next_key] = jax.tree.map(lambda leaf: leaf[0], after_R)
         loss_SR, skipped_SR = by_update(group, measured)
         sent, stats_R = fetch((sent, stats_R))
 
@@ -417,7 +420,10 @@ class Learner:
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """Make an ensemble of one trainer with one worker, without optimizer states, at round 0."""
+    """Make an ensemble of one trainer with one worker, without optimizer states, at round 0.
+
+    `params_M` are the trainer's parameters, with an axis M of length one.
+    """
     return Ensemble(
         params_M=params_M,
         outer_state_M=None,
@@ -442,7 +448,7 @@ def _packed_difference(
     return pack_differences(_alone(params_M), workers, precision=precision, single_R=(is_single,))
 
 
-_add_packed = jax.jit(add_packed, static_argnums=2)
+_add_packed = jax.jit(add_packed, static_argnums=2)  # the last argument is the precision
 
 
 def stacked(tree: PyTree) -> PyTree:

@@ -26,7 +26,7 @@ from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import Control
 from adloco_jax.loop.plans import is_over
 
-_TOLD = ("python", "jax")  # whose versions may differ between machines, and are printed
+_PRINTED_VERSIONS = ("python", "jax")  # they may differ between machines that join by themselves
 _PINGS = 4  # a learner is asked so many times in the time after which it counts as lost
 _POLL_S = 0.2  # seconds to wait for responses before learners are checked for faults again
 
@@ -82,14 +82,14 @@ class LearnerPool:
         self.learners: dict[int, LearnerRecord] = {}  # by number
         self.control: Control  # the host's data after the newest round, for the ledger's lines
         self._handles: dict[int, Handle] = {}  # of processes, by number; none between two processes
-        self._calls: dict[Call, PendingCall] = {}
+        self._calls: dict[Call, PendingCall] = {}  # those that have not been answered yet
         self._connection = contextlib.ExitStack()  # closes the transport
         self._looked_s = time.monotonic()  # when the driver last looked for responses
         self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
         # Seconds of lost learners since they last said what they did, until the engine resets it.
         self.lost_s = 0.0
         self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
-        self._has_started = False
+        self._has_started = False  # whether the run has begun with enough learners
 
     def start_all(self, num_workers: int) -> None:
         """Connect to the learners, start them all, and wait until enough have joined.
@@ -107,7 +107,7 @@ class LearnerPool:
           Preempted: If a signal comes before.
         """
         rule = self._settings.engine
-        count = rule.max_learners or num_workers
+        count = rule.max_learners or num_workers  # of learners
         now_ms = int(time.time() * 1000)
         log = Path(self._setup.log) / str(now_ms)  # a folder for each start
 
@@ -148,15 +148,15 @@ class LearnerPool:
             least = 1
         else:
             least = count
-        # After so many seconds, or when `wanted` have joined, nobody is waited for.
+        # When `wanted` have joined, or after `patience_s`, nobody is waited for.
         if launches:
             wanted = count
-            seconds = rule.restart_s
+            patience_s = rule.restart_s
         else:  # they join by themselves, at any time
             wanted = least
-            seconds = math.inf
+            patience_s = math.inf
 
-        until_s = time.monotonic() + seconds
+        until_s = time.monotonic() + patience_s
         told = -1  # number of learners in the last line that was printed
         while self.num_present < wanted and time.monotonic() < until_s:
             if not launches and self.num_present != told:
@@ -170,7 +170,7 @@ class LearnerPool:
         if self.num_present >= least:
             return
 
-        few = f"{self.num_present} of {count} learners have started within {seconds:g} s"
+        few = f"{self.num_present} of {count} learners have started within {patience_s:g} s"
         for number, learner in self.learners.items():
             if learner.cause:  # one of them is enough to know
                 few += f"; learner {number}: {learner.cause}"
@@ -213,7 +213,10 @@ class LearnerPool:
         return events + self._check_learners()
 
     def _check_learners(self) -> list[Event]:
-        """Start processes that are due, ask for signs of life, and return the losses."""
+        """Start processes that are due, ask for signs of life, and return the losses.
+
+        A learner with a fault, such as a ping without a response for too long, is lost here.
+        """
         rule = self._settings.engine
         restart_s = math.inf  # learners that join by themselves may do so at any time
         if self.transport.launches:
@@ -242,7 +245,7 @@ class LearnerPool:
                 learner.due_s += away_s
 
     def up_s(self) -> float:
-        """Return the total seconds that learner processes have been up, since the driver's start.
+        """Return the total seconds that learner processes have been up since the driver's start.
 
         A process is up from the request to start it; one that joins by itself, from when it has
         joined. A process that has not joined is not counted yet, as it may be waiting for a node.
@@ -340,7 +343,7 @@ class LearnerPool:
         if not learner.joined:
             learner.owner = sign.owner
             return self._admit(learner, sign.hello)
-        learner.asked_s = None  # no ping is without a response
+        learner.asked_s = None  # no ping waits for a response
         if sign.leaving:
             learner.leaving = True
 
@@ -378,7 +381,7 @@ class LearnerPool:
             about = hello.devices
             if not self.transport.launches:
                 learner.started_s = time.monotonic()  # until then no machine had joined
-                for name in _TOLD:
+                for name in _PRINTED_VERSIONS:
                     about += f", {name} {hello.versions.get(name)}"
             self.note(learner.number, "joined", said(about))
             return []
@@ -392,7 +395,7 @@ class LearnerPool:
         if self.transport.launches:
             learner.failures = math.inf  # the next one would differ too
             fault += "; not started again"
-        return [self._lose(learner, fault, has_run=True)]
+        return [self._lose(learner, fault, has_run=True)]  # it has answered
 
     def _differing(self, hello: Hello) -> list[str]:
         """Say in words what a learner has otherwise than the driver; empty if nothing."""
