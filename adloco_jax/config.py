@@ -191,6 +191,7 @@ def completed(
 
     groups = dict(config)
     groups.update(model=model, data=data, ensemble=ensemble, batching=batching)
+    # `validate` has checked types and limits; what is left are the rules.
     settings = Settings.model_construct(config.model_fields_set, **groups)
     faults = settings.faults(known)
     if faults:
@@ -315,12 +316,14 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
         most = largest
     if batching.buckets:
         sizes = [*batching.buckets]
-    elif grows:  # 1, 2, 3, 4, 6, 8, 12, ...
+    elif grows:  # 1, 2, 3, 4, 6, 8, 12, ...: powers of two, and one and a half times each
         powers = [2**n for n in range(most.bit_length())]
-        sizes = [*powers, *[3 * power // 2 for power in powers[1:]], most]
+        between = [3 * power // 2 for power in powers[1:]]
+        sizes = [*powers, *between, most]
     else:
         sizes = [first]
     sizes = [size for size in sizes if size <= most]
+    # The largest micro-batch that is set is one of them; there is always one.
     buckets = tuple(sorted({*sizes, largest or max(sizes, default=most)}))
     limits = {"max_batch_size": largest, "batch_cap": cap, "buckets": buckets}
     return batching.model_copy(update=limits)

@@ -56,6 +56,7 @@ def fitting_choice(
 
 
 def _with_base_dtype(settings: Settings, dtype: str) -> Settings:
+    """Return settings in which `model.base_dtype` is set."""
     model = settings.model.model_copy(update={"base_dtype": dtype})
     return settings.model_copy(update={"model": model})
 

@@ -162,7 +162,7 @@ class ProgramSpec:
 
     @property
     def estimator(self) -> Estimator:
-        """How per-example gradients are measured: "vmap" or "taps"."""
+        """How per-example gradients are measured: "taps" if the loss has them, else "vmap"."""
         return resolve_estimator("auto", self.loss_fn)
 
     @property
@@ -193,7 +193,7 @@ class ProgramSpec:
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         average_bytes = self.param_bytes if self.outer.average else 0
         outer_bytes = _sent_bytes(self.outer_tx, self.params) + average_bytes
-        return StateBytes(self.param_bytes, outer_bytes, inner_bytes)
+        return StateBytes(params=self.param_bytes, outer_state=outer_bytes, inner_state=inner_bytes)
 
     @property
     def num_params(self) -> int:

@@ -194,8 +194,8 @@ def _checked_heldout_rows(corpus: Any) -> np.ndarray:
     lacks = [name for name in _ROWS if not hasattr(corpus, name)]
     if lacks:
         raise ConfigError(
-            f"corpus: {_kind(corpus)} without {', '.join(lacks)}; give ArrayRows, or an object with"
-            " the methods of adloco_jax.engine.inputs.Rows"
+            f"corpus: {_type_in_words(corpus)} without {', '.join(lacks)}; give ArrayRows, or an"
+            " object with the methods of adloco_jax.engine.inputs.Rows"
         )
     rows = corpus.heldout_rows
     if np.ndim(rows) != 2 or not np.issubdtype(rows.dtype, np.integer):
@@ -290,7 +290,7 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
     """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         need = "give a transformation, such as optax.adamw(1e-3)"
-        raise ConfigError(f"{name}: {_kind(tx)}; {need}")
+        raise ConfigError(f"{name}: {_type_in_words(tx)}; {need}")
     with own_code(name):
         before = jax.eval_shape(tx.init, params)
     _check_leaves(f"{name}: its state", before)
@@ -302,7 +302,7 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
         raise ConfigError(f"{name}: an update changes the structure of its state")
 
 
-def _kind(value: object) -> str:
+def _type_in_words(value: object) -> str:
     """Name the type of a value with its article, such as "an int"."""
     name = type(value).__name__
     article = "an" if name[0] in "aeiouAEIOU" else "a"

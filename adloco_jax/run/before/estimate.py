@@ -295,9 +295,12 @@ def check_kind(name: str) -> None:
 
 
 def _kind_and_count(name: str) -> tuple[str, int]:
-    """Split a name such as h100x8 into the kind and the number of chips, by default 1."""
+    """Split a name such as h100x8 into the kind, which may not exist, and the number of chips.
+
+    Without a number there is one chip.
+    """
     found = re.fullmatch(r"(.+?)(?:x(\d{1,2}))?", name)
-    if found is None:
+    if found is None:  # an empty name
         return "", 1
     kind, count = found.groups()
     return kind, int(count or 1)

@@ -190,7 +190,11 @@ def refuse_fit(workdir: Path) -> None:
 
 
 def _resumable(workdir: Path) -> Recorded:
-    """Read the record of a run, whose table entries must all be defined in this process."""
+    """Read the record of a run, whose table entries must all be defined in this process.
+
+    A user's config file may have added entries; it must have been run here, too. Raises ConfigError
+    with those that are missing, CheckpointError without a readable record.
+    """
     path = workdir / "config.json"
     before = recorded(workdir)
     if before is None:
