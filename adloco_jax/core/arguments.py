@@ -23,25 +23,27 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
     number raises ValueError.
     """
 
+    def widen(leaf):
+        return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
+
     def loss_of(values, batch, **keywords):  # `key` and `tap_B`, which only some losses take
         returned = loss_fn(with_trainable(params, values), batch, **keywords)
-        is_pair = isinstance(returned, tuple) and len(returned) == 2
-        if has_aux and is_pair:
-            loss, aux = returned
-        else:
-            loss = returned
-            aux = None
-        shape = jax.tree.map(jnp.shape, loss)  # of a tree, a tree of shapes
-        if shape != () or (has_aux and not is_pair):
-            expected = "a pair (loss, aux) whose loss is one number" if has_aux else "one number"
+        loss = returned
+        aux = None
+        expected = "one number"
+        is_as_expected = True
+        if has_aux:
+            expected = "a pair (loss, aux) whose loss is one number"
+            is_as_expected = isinstance(returned, tuple) and len(returned) == 2
+            if is_as_expected:
+                loss, aux = returned
+        shape = jax.tree.map(jnp.shape, loss)  # if the loss is a tree: a tree of shapes
+        if not is_as_expected or shape != ():
             raise ValueError(
                 f"loss_fn: returned shape {shape}, expected {expected}, the mean over the batch;"
                 " return jnp.mean of the losses, and set has_aux=True for an auxiliary output"
             )
         return loss, jax.tree.map(widen, aux)
-
-    def widen(leaf):
-        return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
 
     return loss_of
 
@@ -65,10 +67,11 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
     """Derive a key for each element of arrays that are broadcast to one shape.
 
     Folded into `key` is the element of the first array, then that of the second, and so on. The
-    keys have the broadcast shape.
+    arrays are integers. The keys have the broadcast shape.
     """
 
     def fold_in_all(*element_numbers):
+        """Derive the key of one element from its numbers, one of each array."""
         element_key = key
         for number in element_numbers:
             element_key = jax.random.fold_in(element_key, number)
@@ -88,18 +91,24 @@ def checked_batch_length(
     [S, R, A*B, ...], and S is returned. R must be `num_workers`. `name` is the argument's, for the
     message.
     """
-    if num_accum_steps is None:
-        length_axis, examples_axis, num_parts = "T", "B", 1
-    else:
-        length_axis, examples_axis, num_parts = "S", "A*B", num_accum_steps
-    shapes = {leaf.shape[:3] for leaf in jax.tree.leaves(batch)}
-    if len(shapes) == 1:
-        (shape,) = shapes
-        is_filled = len(shape) == 3 and 0 not in shape
-        if is_filled and shape[1] == num_workers and shape[2] % num_parts == 0:
-            return shape[0]
+    # The names of the axes, for the message.
+    length_axis = "T"
+    examples_axis = "B"
+    num_parts = 1  # of the third axis
+    if num_accum_steps is not None:
+        length_axis = "S"
+        examples_axis = "A*B"
+        num_parts = num_accum_steps
+
+    first_axes = {leaf.shape[:3] for leaf in jax.tree.leaves(batch)}
+    if len(first_axes) == 1:
+        (shape,) = first_axes
+        if len(shape) == 3 and 0 not in shape:
+            length, found_workers, num_examples = shape
+            if found_workers == num_workers and num_examples % num_parts == 0:
+                return length
     raise ValueError(
-        f"{name}: its leaves begin with {sorted(shapes)}, expected one shape"
+        f"{name}: its leaves begin with {sorted(first_axes)}, expected one shape"
         f" [{length_axis}, R, {examples_axis}, ...] of R={num_workers} workers, without a zero,"
         f" and {examples_axis} divisible by num_accum_steps={num_parts}"
     )
@@ -108,9 +117,10 @@ def checked_batch_length(
 def checked_factors(
     name: str, values: Array | np.ndarray | Sequence[float] | None, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return weights or learning rates as float32; raise ValueError if their shape is another.
+    """Return weights or learning rates as float32; raise ValueError if their shape is not `shape`.
 
-    None, for factors that are all 1, stays None. `name` is the argument's, for the message.
+    None, which stands for factors that are all 1, stays None. `name` is the argument's, for the
+    message.
     """
     if values is None:
         return None
@@ -124,7 +134,11 @@ def checked_factors(
 
 
 def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
-    """Raise ValueError for a key that is not a typed one, and for none if the loss takes one."""
+    """Raise ValueError if a key is not typed (`jax.random.key`), or is missing.
+
+    It is missing if it is None and `loss_fn` has a parameter `key`, unless the parameter has a
+    default other than None. `name` is the argument's, for the message.
+    """
     if key is not None:
         if not is_key(key):
             found = f"{key.dtype}{key.shape}"
@@ -133,7 +147,7 @@ def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
     parameter = inspect.signature(loss_fn).parameters.get("key")
     if parameter is None:
         return
-    # A loss whose `key` has another default, as that of `with_fixed_key`, needs none.
+    # With another default, as `with_fixed_key` gives it, the loss needs no key.
     if parameter.default is None or parameter.default is parameter.empty:
         raise ValueError(
             f"{name}: none is given, and loss_fn takes a `key`, without which its dropout is off;"
@@ -169,10 +183,11 @@ def checked_update(
         """Return whether a node of the state is of a refused class."""
         if not isinstance(node, refused):
             return False
-        # SAM in its opaque mode holds no copy between updates.
+        # The state of optax.contrib.sam in its opaque mode holds no copy between updates.
         is_opaque_sam = hasattr(node, "cache") and node.cache is None
         return not is_opaque_sam
 
+    # `is_leaf` stops at such a node, so it is among the leaves.
     for node in jax.tree.leaves(state, is_leaf=keeps_params):
         if keeps_params(node):
             raise ValueError(

@@ -25,6 +25,9 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
         prefix of the result's tree. `replicated` below is an example. `whole` is the replicated
         sharding, `result` has shapes and dtypes, and the function's arguments, which follow, have
         shardings in place of arrays.
+
+    Returns:
+      The decorator. If no array is on such a mesh, the decorated function is called as it is.
     """
 
     def decorate(function):
@@ -41,12 +44,12 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             arrays = [jnp.asarray(leaves[i]) for i in array_shardings]
 
             def call_with(*arrays):
-                """Call the function with these arrays in place of its own."""
+                """Call the function with these arrays in place of those in its arguments."""
                 values = list(leaves)
                 for i, array in zip(array_shardings, arrays, strict=True):
                     values[i] = array
-                args, kwargs = structure.unflatten(values)
-                return function(*args, **kwargs)
+                new_args, new_kwargs = structure.unflatten(values)
+                return function(*new_args, **new_kwargs)
 
             # The shapes of the results, computed as on a mesh whose axes are all automatic.
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
@@ -75,7 +78,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
     """Return the first mesh that has an explicit axis; None if there is none."""
     for sharding in shardings:
-        mesh: Any = sharding.mesh  # that of a type is abstract
+        mesh: Any = sharding.mesh  # an AbstractMesh, as the sharding is that of an array's type
         if AxisType.Explicit in mesh.axis_types:
             return mesh
     return None
@@ -88,7 +91,8 @@ def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedS
     """
     spec = []
     for dim, axes in zip(result.shape, sharding.spec, strict=False):
-        if axes is None:  # the dimension is replicated
+        # `axes` is None (the dimension is not divided), a name, or several names.
+        if axes is None:
             names = ()
         elif isinstance(axes, str):
             names = (axes,)
@@ -99,8 +103,9 @@ def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedS
     return NamedSharding(sharding.mesh, P(*spec))
 
 
-# For `on_any_mesh`: the shardings of a function's results. Of the function's arguments at most the
-# first matters; `*_` and `**__` take the others, which differ from function to function.
+# Arguments of `on_any_mesh`: functions that return the shardings of a decorated function's results.
+# Of its arguments at most the first matters; `*_` and `**__` take the others, which differ from
+# function to function.
 
 
 def replicated(whole: NamedSharding, result: PyTree, *_: Any, **__: Any) -> PyTree:
@@ -137,16 +142,22 @@ def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: An
 
 
 def varying_alike(*trees: PyTree) -> PyTree:
-    """In `jax.shard_map`, mark arrays as varying over all axes over which one of them varies.
+    """In `jax.shard_map`, mark arrays as varying over all mesh axes over which one of them varies.
 
-    Otherwise JAX sums the gradients of replicated parameters over devices.
+    An array varies over an axis if it differs between the devices along the axis. If parameters did
+    not vary and examples did, JAX would sum the gradients of the parameters over devices. Returns
+    the trees; outside `jax.shard_map` nothing changes.
     """
+
+    def varying_axes(leaf):
+        return jax.typeof(leaf).manual_axis_type.varying
+
     all_axes = frozenset()
     for leaf in jax.tree.leaves(trees):
-        all_axes |= jax.typeof(leaf).manual_axis_type.varying
+        all_axes = all_axes | varying_axes(leaf)
 
     def vary(leaf):
-        missing = all_axes - jax.typeof(leaf).manual_axis_type.varying
+        missing = all_axes - varying_axes(leaf)
         if not missing:
             return leaf
         return jax.lax.pcast(leaf, tuple(missing), to="varying")

@@ -23,8 +23,8 @@ from adloco_jax.core.types import Ensemble, Workers, init
 from adloco_jax.engine.spec import Layout, ProgramSpec
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
-POOL = ("trainer", "worker")
-_SHARING = ("model", "data", "idle")
+POOL = ("trainer", "worker")  # the axes that divide the workers
+_SHARING = ("model", "data", "idle")  # the axes along which devices share one worker
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,20 @@ class Placement:
         moves as many bytes as both collectives; copies to every device would be R / 2 times as
         many.
         """
-        in_parts = self._stacked(tree_R, POOL, _SHARING)
-        parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
+        first_shardings = self._stacked(tree_R, POOL, _SHARING)
+        parts_R = jax.lax.with_sharding_constraint(tree_R, first_shardings)
 
-        def target(leaf, at, part_at):
-            """Return the sharding `at` where it divides the leaf over workers."""
+        def second_sharding(leaf, sharded, first):
+            """Return `sharded`, or `first` for a float leaf that is not divided over workers."""
             if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return at
-            divides = any("worker" in (axes or ()) for axes in at.spec)
-            return at if divides else part_at
+                return sharded
+            is_divided = any("worker" in (axes or ()) for axes in sharded.spec)
+            return sharded if is_divided else first
 
-        to = jax.tree.map(target, tree_R, self.sharded(tree_R), in_parts, is_leaf=_is_packed)
-        return jax.lax.with_sharding_constraint(parts_R, to)
+        second_shardings = jax.tree.map(
+            second_sharding, tree_R, self.sharded(tree_R), first_shardings, is_leaf=_is_packed
+        )
+        return jax.lax.with_sharding_constraint(parts_R, second_shardings)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
         """While tracing, copy each trainer's entry of leaves [M, ...] to its workers.
@@ -116,24 +118,31 @@ class Placement:
         )
 
     def describe(self) -> str:
-        """Describe how workers, batches and parameters are divided, and what only repeats work."""
-        size = self.mesh.shape
-        pool = size["trainer"] * size["worker"]
+        """Say in a few words how workers, batches and parameters are divided, and what is idle."""
         if self.mesh.size == 1:
             return "all workers on one device"
-        parts = [f"workers in {pool} groups on {self.mesh.size} devices"]
+        size = self.mesh.shape
+        num_groups = size["trainer"] * size["worker"]
+        parts = [f"workers in {num_groups} groups on {self.mesh.size} devices"]
         for axis, what in (("data", "batch"), ("model", "parameters")):
             if size[axis] > 1:
                 parts.append(f"{size[axis]} share a worker's {what}")
         if size["idle"] > 1:
-            idle = " ".join(str(device.id) for device in self.mesh.devices[..., 1:].reshape(-1))
+            # The axis `idle` is the last; all devices but the first along it repeat its work.
+            idle_devices = self.mesh.devices[..., 1:].reshape(-1)
+            idle = " ".join(str(device.id) for device in idle_devices)
             parts.append(f"idle, repeating others' work: device {idle}")
         return "; ".join(parts)
 
     def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
-        """Return the axes over which a worker's batch is divided: `model` too, if divisible."""
-        shared = self.mesh.shape["data"] * self.mesh.shape["model"]
-        return ("data",) if batch_size % shared else ("data", "model")
+        """Return the mesh axes over which a worker's batch is divided.
+
+        They are `data` and, if it then divides evenly, `model`.
+        """
+        num_shares = self.mesh.shape["data"] * self.mesh.shape["model"]
+        if batch_size % num_shares == 0:
+            return ("data", "model")
+        return ("data",)
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
         """Return a sharding for each leaf of a pytree whose leaves have a leading axis M or R.
@@ -179,6 +188,7 @@ class Placement:
 
 
 def _is_packed(leaf: Any) -> TypeGuard[Packed]:
+    """Whether a node of a tree is an array quantised to four bits (`core.compress.pack`)."""
     return isinstance(leaf, Packed)
 
 
@@ -189,32 +199,40 @@ def arrange(
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Arrange devices as a mesh for the workers of a program; `sizes`: each trainer's workers.
+    """Arrange devices as a mesh for the workers of a program.
 
     Workers are divided over as many devices as possible; devices that are left share the workers'
     batches as far as `batch_size` is divisible, and beyond that are idle.
+
+    Args:
+      sizes: The number of each trainer's workers.
+      batch_size: Sequences of a worker's micro-batch.
+      devices: The devices of the program, in the order that all programs of the run share.
+      model_shards: Number of devices that share one worker's parameters; it divides theirs.
     """
-    chosen = np.array(devices)
-    free = len(chosen) // model_shards
-    num_trainers, num_workers = len(sizes), sum(sizes)
-    trainer = math.gcd(free, num_trainers)
+    num_trainers = len(sizes)
+    num_workers = sum(sizes)
+    # The lengths of the mesh axes, one after another: each divides what is left of the devices.
+    num_units = len(devices) // model_shards
+    trainer = math.gcd(num_units, num_trainers)
     # A device must have all workers of some trainers, or only workers of a single trainer.
     if len(set(sizes)) > 1 or trainer < num_trainers < num_workers:
         trainer = 1
-    worker = math.gcd(free // trainer, num_workers // trainer)
-    data = math.gcd(free // (trainer * worker), batch_size)
+    worker = math.gcd(num_units // trainer, num_workers // trainer)
+    data = math.gcd(num_units // (trainer * worker), batch_size)
     # The mesh keeps the order of the devices, because all programs that exchange arrays must have
-    # the same order.
-    grid = chosen.reshape(trainer, worker, data, model_shards, -1)
+    # the same order. The last axis, `idle`, takes what is left.
+    grid = np.array(devices).reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
 def placement(spec: ProgramSpec, layout: Layout) -> Placement:
     """Make the mesh of a layout's devices, with the shardings of arrays on this mesh."""
-    sizes, batch_size, chosen = layout
-    first, count = chosen or (0, len(spec.machine.devices))
-    devices = spec.machine.devices[first : first + count]
-    return arrange(sizes, batch_size, devices=devices, model_shards=spec.model_shards)
+    devices = spec.machine.devices
+    if layout.devices is not None:
+        first, count = layout.devices
+        devices = devices[first : first + count]
+    return arrange(layout.sizes, layout.batch_size, devices=devices, model_shards=spec.model_shards)
 
 
 def first_ensemble(spec: ProgramSpec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
@@ -248,7 +266,10 @@ def base_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
 
 
 def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False) -> Workers:
-    """Make the shapes, dtypes and shardings of workers in the middle of a round."""
+    """Make the shapes, dtypes and shardings of workers in the middle of a round.
+
+    With `accumulates` they have sums of gradients (`begin_workers`).
+    """
     begin = functools.partial(begin_workers, spec, layout, accumulates=accumulates)
     shapes = jax.eval_shape(begin, ensemble_spec(spec, layout))
     return _with_shardings(shapes, placement(spec, layout).by_worker(shapes))
@@ -265,12 +286,17 @@ def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
 def begin_workers(
     spec: ProgramSpec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
 ) -> Workers:
-    """Start a round (`core.start_round`): make the arrays with which the workers begin."""
+    """Start a round (`core.start_round`): make the arrays with which the workers begin.
+
+    With `accumulates` there are sums of gradients: one for each worker that runs at the same time.
+    Workers of a device that run one after another use the same sum.
+    """
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=accumulates, reset_tx=reset_tx)
-    step = num_sequential(spec, layout)
-    sums = (workers.grad_sum_R, workers.finite_R)
-    grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
+    num_turns = num_sequential(spec, layout)
+    sums_R = (workers.grad_sum_R, workers.finite_R)
+    # A device's workers are adjacent: keep the sum of the first.
+    grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::num_turns], sums_R)
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
 
 
@@ -290,10 +316,11 @@ def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 
 def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Move arrays to other shardings (None: unchanged), in any number of processes.
+    """Move the arrays of a tree to other shardings, in any number of processes.
 
-    Of a host array, every process must hold the parts that its devices receive. An array that has
-    its sharding already is not copied.
+    `shardings` is a tree like `tree`, with None for an array that stays where it is. Of a host
+    array, every process must hold the parts that its devices receive. An array that has its
+    sharding already is not copied.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets = structure.flatten_up_to(shardings)
@@ -310,7 +337,10 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _placed(leaf: Any, to: NamedSharding | None) -> Any:
-    """Give an array its new sharding; return None if only a program of all processes can do it."""
+    """Give an array its new sharding `to`; None leaves the array as it is.
+
+    Returns None if only a program of all processes can move the array.
+    """
     if to is None:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
@@ -319,8 +349,8 @@ def _placed(leaf: Any, to: NamedSharding | None) -> Any:
         return jax.device_put(leaf, to)
     if isinstance(leaf, jax.Array):
         return None
-    leaf = np.asarray(leaf)
-    return jax.make_array_from_callback(leaf.shape, to, lambda index: leaf[index])
+    on_host = np.asarray(leaf)
+    return jax.make_array_from_callback(on_host.shape, to, lambda slices: on_host[slices])
 
 
 @functools.cache
@@ -330,12 +360,17 @@ def _mover(to: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[ja
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Copy all values of all arrays to the host in every process, one array at a time."""
+    """Copy all values of all arrays to the host in every process, one array at a time.
+
+    All processes must call this, because an array whose parts are in several processes is copied to
+    every device first.
+    """
 
     def get(leaf: jax.Array) -> np.ndarray:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             return np.asarray(leaf)
         assert isinstance(leaf.sharding, NamedSharding)
-        return np.asarray(reshard(leaf, NamedSharding(leaf.sharding.mesh, P())))
+        replicated = NamedSharding(leaf.sharding.mesh, P())
+        return np.asarray(reshard(leaf, replicated))
 
     return jax.tree.map(get, tree)
