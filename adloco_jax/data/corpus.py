@@ -447,7 +447,7 @@ def column_of_texts(data: DataSettings) -> str:
             columns = sources.hub_columns(data, where=where)
         else:
             first_file = next(iter(files.values()), None)  # a source may read no file
-            with hub.faults(where):
+            with hub.as_user_errors(where):
                 columns = sources.first_columns(source, first_file, data)
     except hub.Unreachable:
         prepared_rows = _find_rows(lambda request: request.get("path") == data.path)

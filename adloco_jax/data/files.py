@@ -264,7 +264,7 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
     """Return the result of `find` for an address, maybe empty, and whether it is of a folder."""
     protocol, _, _ = path.partition("://")
-    with hub.faults(f"{key}={path}"):
+    with hub.as_user_errors(f"{key}={path}"):
         system, path = _file_system(path, key)
         system.invalidate_cache()
         # A folder has all files below; a glob those below the part before its first wildcard.
@@ -361,7 +361,7 @@ def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     download(file, folder / file.name)
-    with _named(folder / file.name, file.address):
+    with _naming_address(folder / file.name, file.address):
         yield folder / file.name
     shutil.rmtree(folder)
 
@@ -394,7 +394,7 @@ def fetched(
     """
     if is_address(name):
         folder = _copied(name, wanted, one_of=one_of, key=key, hint=hint)
-        with _named(folder, name.rstrip("/")):
+        with _naming_address(folder, name.rstrip("/")):
             yield folder
     elif not is_on_hub(name, key=key):
         yield _local_path(name, key=key)
@@ -436,7 +436,7 @@ def download(file: RemoteFile, path: Path) -> None:
     Raises:
       DataError: If its size is not that of the listing.
     """
-    with hub.faults(file.address):
+    with hub.as_user_errors(file.address):
         system, name = _file_system(file.address, "address")
         system.get_file(name, str(path))
     size = path.stat().st_size
@@ -445,7 +445,7 @@ def download(file: RemoteFile, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path, address: str) -> Iterator[None]:
+def _naming_address(path: Path, address: str) -> Iterator[None]:
     """Let a `DataError` of the `with` block name the address instead of the path of its copy."""
     try:
         yield

@@ -59,7 +59,7 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
     """
     import huggingface_hub
 
-    with _faults_of_name(where):
+    with _as_errors_of_name(where):
         api = huggingface_hub.HfApi()
         return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
 
@@ -119,7 +119,7 @@ def download(
 
     folder = find_in_cache()
     if folder is None:
-        with _faults_of_name(where):
+        with _as_errors_of_name(where):
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
@@ -194,7 +194,7 @@ def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
 
 
 @contextlib.contextmanager
-def faults(where: str) -> Iterator[None]:
+def as_user_errors(where: str) -> Iterator[None]:
     """Turn an error of the `with` block, which asks a server, into a `UserError` about `where`.
 
     It is `Unreachable`, ConfigError (no such thing, or no access) or DataError. Errors of this
@@ -213,10 +213,10 @@ def faults(where: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _faults_of_name(where: str) -> Iterator[None]:
-    """Turn errors as `faults` does; messages add that the name is no path here."""
+def _as_errors_of_name(where: str) -> Iterator[None]:
+    """Turn errors as `as_user_errors` does; messages add that the name is no path here."""
     try:
-        with faults(f"{where}: no such file or folder here; on the hub"):
+        with as_user_errors(f"{where}: no such file or folder here; on the hub"):
             yield
     except Unreachable as error:
         raise Unreachable(f"{error}, or correct the path") from error
@@ -230,7 +230,7 @@ def _without_secrets(record: logging.LogRecord) -> bool:
 
 
 def _error_to_raise(error: BaseException, where: str) -> BaseException:
-    """Return what `faults` raises: a `UserError` about `where`, or one of the error's causes."""
+    """Return what `as_user_errors` raises: a `UserError` about `where`, or a cause of the error."""
     chain = _with_causes(error)
 
     # Errors that any of the causes decides. One of this machine's disk names a file, and has the

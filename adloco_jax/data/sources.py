@@ -289,7 +289,7 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataErr
 
     Lines are JSON objects of at most `MAX_LINE_BYTES`.
     """
-    with _faults(file), _opened(file) as lines:
+    with _as_data_errors(file), _opened(file) as lines:
         for number in itertools.count(1):
             line = lines.readline(MAX_LINE_BYTES + 1)  # one byte more shows that it is too long
             if number == 1:
@@ -322,7 +322,7 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
     last_line = 0  # number of the line on which the last whole row ends
-    with _faults(file), _opened(file) as content:
+    with _as_data_errors(file), _opened(file) as content:
         lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
@@ -347,7 +347,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of a parquet file; read only columns that the config names."""
     import pyarrow.parquet
 
-    with _faults(file, pyarrow.ArrowException), _opened(file) as content:
+    with _as_data_errors(file, pyarrow.ArrowException), _opened(file) as content:
         table = pyarrow.parquet.ParquetFile(content)
         columns, unread = _columns_to_read(table.schema_arrow.names, data, str(file))
         batches = table.iter_batches(batch_size=1024, columns=columns)  # rows in memory at a time
@@ -358,7 +358,7 @@ def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
     """Yield a record for each row of an Arrow file or stream; `datasets` saves streams."""
     import pyarrow.ipc
 
-    with _faults(file, pyarrow.ArrowException), _opened(file) as content:
+    with _as_data_errors(file, pyarrow.ArrowException), _opened(file) as content:
         is_file = content.peek(len(_ARROW_FILE)).startswith(_ARROW_FILE)
         if is_file:
             table = pyarrow.ipc.open_file(content)
@@ -395,7 +395,7 @@ def _without_none(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _faults(file: Path, *more_errors: type[Exception]) -> Iterator[None]:
+def _as_data_errors(file: Path, *more_errors: type[Exception]) -> Iterator[None]:
     """Turn an error of the `with` block, which reads a file, into a DataError: the file is damaged.
 
     If too many files are open it is a ResourceError. `more_errors` are classes of errors that the
@@ -441,7 +441,7 @@ def read_text(file: Path) -> str:
     Raises:
       DataError: If the file is unreadable or not UTF-8.
     """
-    with _faults(file), _opened(file) as opened:
+    with _as_data_errors(file), _opened(file) as opened:
         text = opened.read().removeprefix(codecs.BOM_UTF8).decode()
     return chats.require_text(text, str(file))
 
@@ -523,7 +523,7 @@ def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> 
     # Called for its errors only: it gives up after seconds if the hub does not answer.
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
-    with hub.faults(where):
+    with hub.as_user_errors(where):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
             return builder.as_streaming_dataset(split=split)
@@ -537,7 +537,7 @@ def hub_columns(data: DataSettings, *, where: str) -> list[str]:
     `where` is the "key=value" that names the data set. Errors are those of `hub_parts`.
     """
     dataset = _hub_dataset(data, data.split, data.revision, where=where)
-    with hub.faults(where):
+    with hub.as_user_errors(where):
         columns = dataset.features  # by name; None if the hub does not know them
         if not columns:
             columns = next(iter(dataset), {})  # the first row, if there is one
@@ -557,7 +557,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     dataset = _hub_dataset(data, split, commit, where=where)
     where = f"{where}, data.name={data.name}, split {split}"
     unread: list[str] = []
-    with hub.faults(where):
+    with hub.as_user_errors(where):
         if dataset.features is not None:  # the hub knows the columns
             columns, unread = _columns_to_read(list(dataset.features), data, where)
             dataset = dataset.select_columns(columns)
@@ -565,7 +565,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
 
     def records(index: int, path: None) -> Iterator[Record]:
         """Yield the records of a file of the split; there is no local file, so `path` is None."""
-        with hub.faults(f"{where}, file {index}"):
+        with hub.as_user_errors(f"{where}, file {index}"):
             for number, row in enumerate(dataset.shard(num_shards=num_files, index=index), 1):
                 columns = {name: _without_none(value) for name, value in row.items()}
                 yield Record(f"{where}, file {index}: row {number}", columns, unread)

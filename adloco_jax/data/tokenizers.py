@@ -199,6 +199,7 @@ def load_tokenizer(
     if name == "bytes":
         return dataclasses.replace(_bytes_tokenizer(text_length, template_text), name=name)
     hint = "data.tokenizer names another, such as bytes"
+    # `path` is the file or folder itself, or a copy on this machine.
     with fetched(name, _HUB_FILES, one_of=_VOCABULARIES, key=key, hint=hint) as path:
         if not path.exists():
             raise DataError(f"{key}={name}: no such file or folder")

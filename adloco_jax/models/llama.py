@@ -6,7 +6,9 @@ transposed.
 Axes of arrays: B examples, L positions, V token ids, D features of a position, N layers, H query
 heads, G key and value heads, K features of a head, F features inside the MLP, T positions with
 room for new tokens, 1 an axis of size one. Layers that differ are of several *kinds*
-(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`).
+(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`). `kept(x)` is x, marked
+to be kept for the backward pass, which recomputes what is not marked. `PAST` is the collection of
+Flax variables with the keys and values of earlier positions of texts that are generated.
 """
 
 import functools
