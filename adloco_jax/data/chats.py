@@ -135,14 +135,14 @@ def read(
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
     else:
-        chat, beside = _chat(row, names, columns, where, tokenizer, ends)
+        chat, beside = _chat_of_row(row, names, columns, where, tokenizer, ends)
         known.update(beside)
         fields: set[str] = set()
         for turn in chat.turns:
             fields.update(turn)
         unread = {f"{field} of turns" for field in fields if not tokenizer.reads(field)}
         try:
-            text = require_text(_text(chat, tokenizer, ends), column)
+            text = require_text(_rendered(chat, tokenizer, ends), column)
             ids, offsets = tokenizer.encode_aligned(text)
             limit = len(text)  # where the text ends in a row, in characters
             if len(ids) > data.sequence_length + 1:  # longer than a row
@@ -233,7 +233,7 @@ def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[A
     return columns
 
 
-def _chat(
+def _chat_of_row(
     row: Mapping[str, Any],
     names: Sequence[str],
     columns: Sequence[Any],
@@ -268,7 +268,7 @@ def _chat(
     first_answer = 0  # index of the first turn that may count: of two columns, the second's first
     for name, column in zip(names, columns, strict=True):
         first_answer = len(turns)
-        turns += _turns(column, f"{where}: {name!r}", tokenizer, ends)
+        turns += _checked_turns(column, f"{where}: {name!r}", tokenizer, ends)
     answers = []
     for i, turn in enumerate(turns):
         counts = turn.pop("weight", 1) != 0  # templates do not know this field
@@ -285,7 +285,7 @@ def _chat(
     tools = row.get("tools")
     if tools and tokenizer.reads("tools"):
         beside.add("tools")
-        tools = _objects(_parsed(tools), f"{where}: 'tools'")
+        tools = _list_of_objects(_parsed(tools), f"{where}: 'tools'")
         if names == ["conversations"]:  # LLaMA-Factory's are functions alone
             tools = [_with_type(tool) for tool in tools]
     else:
@@ -327,7 +327,7 @@ def _fault(where: str, have: Any, need: str) -> DataError:
     return DataError(f"{where}: have {have!r:.80}, need {need}")
 
 
-def _objects(given: Any, where: str) -> list[dict[str, Any]]:
+def _list_of_objects(given: Any, where: str) -> list[dict[str, Any]]:
     """Return a list of objects: those in `given`, a list that may hold JSON text, or one object.
 
     Raises DataError, which names the place `where`, if a member is no object.
@@ -337,19 +337,21 @@ def _objects(given: Any, where: str) -> list[dict[str, Any]]:
     return objects
 
 
-def _turns(given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]) -> list[Turn]:
-    """Check the turns of a column, and return each as `_turn` does.
+def _checked_turns(
+    given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]
+) -> list[Turn]:
+    """Check the turns of a column, and return each as `_checked_turn` does.
 
     `where` is the column, for messages. Raises DataError if `given` is no list, or is empty.
     """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
-        _turn(_parsed(turn), f"{where}, turn {number}", tokenizer, ends)
+        _checked_turn(_parsed(turn), f"{where}, turn {number}", tokenizer, ends)
         for number, turn in enumerate(given, 1)
     ]
 
 
-def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
+def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
     """Check a turn, and return it with the names of roles and fields that templates know.
 
     ShareGPT's names are replaced, parts of text joined to a content, and ends of text behind an
@@ -369,10 +371,10 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
     turn["role"] = _ROLES[str(role)]
     if role == "function_call":  # its content is the calls, as JSON
-        calls = _objects(_parsed(turn.pop("content", None)), f"{at}: a function_call")
+        calls = _list_of_objects(_parsed(turn.pop("content", None)), f"{at}: a function_call")
         turn["tool_calls"] = [_with_type(call) for call in calls]
     if "tool_calls" in turn:
-        turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}: 'tool_calls'")
+        turn["tool_calls"] = _checked_calls(turn["tool_calls"], f"{at}: 'tool_calls'")
 
     # Join the parts of a content.
     parts = turn.get("content")
@@ -397,14 +399,14 @@ def _turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> T
     return turn
 
 
-def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+def _checked_calls(given: Any, where: str) -> list[dict[str, Any]]:
     """Return a list of calls of tools, in which "arguments" that are JSON text become objects.
 
     A call has its "name" and "arguments", or an object "function" with both. Templates write the
     arguments as JSON themselves. Raises DataError, which names the place `where`, for others.
     """
     calls = []
-    for call in _objects(_parsed(given), where):
+    for call in _list_of_objects(_parsed(given), where):
         function = call.get("function")
         is_nested = isinstance(function, dict)  # the name and arguments stand within "function"
         target = function if is_nested else call
@@ -427,7 +429,7 @@ def _with_type(function: dict[str, Any]) -> dict[str, Any]:
 # -- Answers ---------------------------------------------------------------------------------
 
 
-def _text(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
+def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
     """Return the text of a chat; behind a last answer stands an end of text.
 
     Some templates write it with the turn that follows. If so, it is added here.
@@ -449,7 +451,7 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
     True. Answers are sought up to the first that begins at or behind the character `limit`.
     """
     if tokenizer.mark:
-        return _marked(chat, tokenizer), False
+        return _marked_spans(chat, tokenizer), False
 
     content_ends = None  # of each turn's content in the text, for the answers of a long chat
     if len(chat.turns) > _FIRST_TURNS:
@@ -458,13 +460,13 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
     for i in chat.answers:
         span = None
         if content_ends and i >= _FIRST_TURNS:
-            span = _written_after_question(text, chat, i, content_ends, tokenizer)
+            span = _span_by_question(text, chat, i, content_ends, tokenizer)
         if span is None:
-            span = _written(text, chat, i, tokenizer)
+            span = _span_by_all_turns(text, chat, i, tokenizer)
 
         if span is None:
             # The template writes this turn or one before otherwise in the whole chat.
-            last = _written(text, chat, chat.answers[-1], tokenizer)
+            last = _span_by_all_turns(text, chat, chat.answers[-1], tokenizer)
             if last is None and chat.answers[-1] == len(chat.turns) - 1:
                 need = "starts an answer otherwise than it writes the last one; set data.template"
                 raise DataError(f"{chat.where}: the chat template {need} to another file")
@@ -477,7 +479,7 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
     return spans, False
 
 
-def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
+def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     """Return the spans that the template marks, without those of answers that do not count.
 
     Raises DataError if some do not count, and the spans are not one for each turn.
@@ -495,7 +497,7 @@ def _marked(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     return [mark for i, mark in zip(all_answers, marks, strict=True) if i in chat.answers]
 
 
-def _written(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
+def _span_by_all_turns(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
     """Return the span of the turn at index `i` in a chat's text, by rendering all turns before it.
 
     None if the template writes these turns otherwise in the whole chat.
@@ -555,7 +557,7 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
     return ends
 
 
-def _written_after_question(
+def _span_by_question(
     text: str, chat: _Chat, i: int, content_ends: Sequence[int], tokenizer: Tokenizer
 ) -> Span | None:
     """Return the span of the turn at index `i` > 0, by rendering it with the turn before it alone.
