@@ -205,13 +205,39 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{name}"
 """
-_AMPERE = {"major": 8, "minor": 0, "threads": 2048, "cores": 108, "fpus": 64, "clock": 1.41}
-_AMPERE |= {"cache": 41943040, "per_core": 167936, "optin": 166912}
-_HOPPER = {"major": 9, "minor": 0, "threads": 2048, "cores": 132, "fpus": 128, "clock": 1.98}
-_HOPPER |= {"cache": 52428800, "per_core": 233472, "optin": 232448}
+# Figures for `_GPU`: those of an architecture, to which those of a kind of GPU are added.
+_AMPERE = {
+    "major": 8,
+    "minor": 0,
+    "threads": 2048,
+    "cores": 108,
+    "fpus": 64,
+    "clock": 1.41,
+    "cache": 41943040,
+    "per_core": 167936,
+    "optin": 166912,
+}
+_HOPPER = {
+    "major": 9,
+    "minor": 0,
+    "threads": 2048,
+    "cores": 132,
+    "fpus": 128,
+    "clock": 1.98,
+    "cache": 52428800,
+    "per_core": 233472,
+    "optin": 232448,
+}
 _BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
-_RTX_30 = {"major": 8, "minor": 6, "threads": 1536, "fpus": 128, "clock": 1.7}
-_RTX_30 |= {"per_core": 102400, "optin": 101376}
+_RTX_30 = {
+    "major": 8,
+    "minor": 6,
+    "threads": 1536,
+    "fpus": 128,
+    "clock": 1.7,
+    "per_core": 102400,
+    "optin": 101376,
+}
 _RTX_40 = _RTX_30 | {"minor": 9, "clock": 2.5}
 # How chips are arranged: the GPUs of one host, and slices of TPUs; the key is the number of chips.
 _HOST = {n: f"1x1x{n}" for n in range(1, 9)}
@@ -228,49 +254,67 @@ class _Kind(NamedTuple):
     gpu: dict[str, Any]  # figures of a GPU's description (`_GPU`); empty: a TPU
 
 
+def _gpu(
+    name: str, num_bytes: float, flops_per_s: float, bandwidth: float, figures: dict[str, Any]
+) -> _Kind:
+    """Describe a kind of GPU, whose `name` is that in JAX.
+
+    `bandwidth` of its memory is in bytes per second; `figures` are for its description (`_GPU`).
+    """
+    gpu = figures | {"name": name, "bandwidth": int(bandwidth)}
+    return _Kind(int(num_bytes), flops_per_s, _HOST, gpu)
+
+
+_GIB = 2**30
 _KINDS = {
-    kind: _Kind(memory, peak, _HOST, figures | {"name": name, "bandwidth": rate})
-    for kind, memory, peak, rate, name, figures in (
-        ("a100-40", 42331013120, 312e12, 1555200000000, "NVIDIA A100-SXM4-40GB", _AMPERE),
-        ("a100-80", 85100068864, 312e12, 2039040000000, "NVIDIA A100-SXM4-80GB", _AMPERE),
-        ("h100", 84942979072, 989e12, 3352320000000, "NVIDIA H100 80GB HBM3", _HOPPER),
-        ("h200", 151397597184, 989e12, 4800000000000, "NVIDIA H200 141GB HBM3e", _HOPPER),
-        ("b200", 191514411008, 2250e12, 7672320000000, "NVIDIA B200", _BLACKWELL),
-        *(
-            (kind, int(gib * 2**30), peak, int(rate), f"NVIDIA GeForce RTX {number}", figures)
-            for kind, number, gib, peak, rate, figures in (
-                # what the driver leaves of 8, 12, 16, 16, 24 and 24 GiB
-                ("rtx4060", 4060, 7.75, 30.2e12, 272e9, _RTX_40 | {"cores": 24, "cache": 25165824}),
-                ("rtx3060", 3060, 11.75, 25.5e12, 360e9, _RTX_30 | {"cores": 28, "cache": 2359296}),
-                (
-                    "rtx4060ti",
-                    "4060 Ti",
-                    15.7,
-                    44.1e12,
-                    288e9,
-                    _RTX_40 | {"cores": 34, "cache": 33554432},
-                ),
-                (
-                    "rtx4080",
-                    4080,
-                    15.7,
-                    97.5e12,
-                    716.8e9,
-                    _RTX_40 | {"cores": 76, "cache": 67108864},
-                ),
-                ("rtx3090", 3090, 23.69, 71e12, 936.2e9, _RTX_30 | {"cores": 82, "cache": 6291456}),
-                (
-                    "rtx4090",
-                    4090,
-                    23.65,
-                    165.2e12,
-                    1008e9,
-                    _RTX_40 | {"cores": 128, "cache": 75497472},
-                ),
-            )
-        ),
-    )
-} | {
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 42331013120, 312e12, 1555200000000, _AMPERE),
+    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 85100068864, 312e12, 2039040000000, _AMPERE),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 84942979072, 989e12, 3352320000000, _HOPPER),
+    "h200": _gpu("NVIDIA H200 141GB HBM3e", 151397597184, 989e12, 4800000000000, _HOPPER),
+    "b200": _gpu("NVIDIA B200", 191514411008, 2250e12, 7672320000000, _BLACKWELL),
+    # Memory is what the driver leaves of 8, 12, 16, 16, 24 and 24 GiB.
+    "rtx4060": _gpu(
+        "NVIDIA GeForce RTX 4060",
+        7.75 * _GIB,
+        30.2e12,
+        272e9,
+        _RTX_40 | {"cores": 24, "cache": 25165824},
+    ),
+    "rtx3060": _gpu(
+        "NVIDIA GeForce RTX 3060",
+        11.75 * _GIB,
+        25.5e12,
+        360e9,
+        _RTX_30 | {"cores": 28, "cache": 2359296},
+    ),
+    "rtx4060ti": _gpu(
+        "NVIDIA GeForce RTX 4060 Ti",
+        15.7 * _GIB,
+        44.1e12,
+        288e9,
+        _RTX_40 | {"cores": 34, "cache": 33554432},
+    ),
+    "rtx4080": _gpu(
+        "NVIDIA GeForce RTX 4080",
+        15.7 * _GIB,
+        97.5e12,
+        716.8e9,
+        _RTX_40 | {"cores": 76, "cache": 67108864},
+    ),
+    "rtx3090": _gpu(
+        "NVIDIA GeForce RTX 3090",
+        23.69 * _GIB,
+        71e12,
+        936.2e9,
+        _RTX_30 | {"cores": 82, "cache": 6291456},
+    ),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090",
+        23.65 * _GIB,
+        165.2e12,
+        1008e9,
+        _RTX_40 | {"cores": 128, "cache": 75497472},
+    ),
     "v5e": _Kind(16911433728, 197e12, _FLAT, {}),
     "v5p": _Kind(102738427904, 459e12, _CUBE, {}),
     "v6e": _Kind(33550237696, 918e12, _FLAT, {}),
