@@ -97,8 +97,8 @@ def inner_steps(
         num_grads, count_T = _count_grads(num_grads, update_T)
         accumulation_T = (update_T, count_T)
 
-    value_and_grad = functools.partial(_value_and_grad, loss_fn, has_aux)
-    value_and_grad = functools.partial(_in_passes, value_and_grad, examples_per_pass)
+    one_pass = functools.partial(_value_and_grad, loss_fn, has_aux)
+    value_and_grad = functools.partial(_in_passes, one_pass, examples_per_pass)
     transform = checked_update(
         "inner_tx", inner_tx, workers.inner_state_R, workers.params_R, refused=_KEEPS_PARAMS
     )
@@ -170,6 +170,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
     grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
     is_finite &= jnp.isfinite(loss)
 
+    # Both branches return the new carry, and whether an update was skipped.
     def end_update():
         mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
         new_params, new_state, skipped = _update(
@@ -208,6 +209,7 @@ def _update(
     is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
 
     def apply(params, state):
+        """Return parameters and state after the update."""
         values = trainable(params)
         updates, new_state = transform(grads, state, values)
         if learning_rate is not None:
@@ -215,14 +217,15 @@ def _update(
         after = with_trainable(params, optax.apply_updates(values, updates))
         return after, with_dtypes(new_state, state)
 
+    # Two ways to skip the update. On a CPU a select costs a copy of the optimizer's state in every
+    # update. On a GPU a branch costs two copies, and a select is a part of the kernels that update
+    # the state.
     def branch(params, state):
         return lax.cond(is_finite, apply, lambda *before: before, params, state)
 
     def select(*before):
         return jax.tree.map(functools.partial(jnp.where, is_finite), apply(*before), before)
 
-    # On a CPU a select costs a copy of the optimizer's state in every update. On a GPU a branch
-    # costs two copies, and a select is a part of the kernels that update the state.
     params, state = lax.platform_dependent(params, state, cpu=branch, default=select)
     return params, state, ~is_finite
 
@@ -242,16 +245,18 @@ def _in_passes(
     if size == num_examples:
         return value_and_grad(params, inputs_B)
     num_passes = num_examples // size
-    passes_B = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
+    # Leaves [number of passes, examples of a pass, ...].
+    passes = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
 
-    def add_pass(total, inputs_B):
+    def add_pass(total, pass_inputs):
         """Add the results of one pass to their sum; the body of a `lax.scan`."""
-        return jax.tree.map(jnp.add, total, value_and_grad(params, inputs_B)), None
+        return jax.tree.map(jnp.add, total, value_and_grad(params, pass_inputs)), None
 
-    first_pass = jax.tree.map(lambda leaf: leaf[0], passes_B)
+    # Sum in float32 at least, and return the dtypes that one pass returns.
+    first_pass = jax.tree.map(lambda leaf: leaf[0], passes)
     like = jax.eval_shape(value_and_grad, params, first_pass)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), like)
-    total, _ = lax.scan(add_pass, zeros, passes_B)
+    total, _ = lax.scan(add_pass, zeros, passes)
     return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, like)
 
 
@@ -264,13 +269,15 @@ def _map_workers(
     after another, in a scan that updates them in place; `lax.map` would hold all in memory twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
-    if num_workers == 1:
-        after = run(*jax.tree.map(lambda leaf: leaf[0], (carry_R, inputs_R)))
+    if num_workers == 1:  # no batching, and no loop
+        carry, inputs = jax.tree.map(lambda leaf: leaf[0], (carry_R, inputs_R))
+        after = run(carry, inputs)
         return jax.tree.map(lambda leaf: leaf[None], after)
     if not sequential:
         return jax.vmap(run)(carry_R, inputs_R)
 
     def run_next(carry_R, step):
+        """Run the worker whose index and inputs are `step`; the body of a `lax.scan`."""
         index, inputs = step
         carry = jax.tree.map(lambda leaf: leaf[index], carry_R)
         carry, outputs = run(carry, inputs)
@@ -288,6 +295,7 @@ def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
     """
 
     def count(num_grads, ends_update):
+        """Count one micro-batch; return the gradients in the sum after it, and at it."""
         num_grads += 1
         return jnp.where(ends_update, 0, num_grads), num_grads
 

@@ -155,23 +155,28 @@ def merge(
         """Write the members' mean at the representative's position; keep only the survivors."""
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             return leaf_M[np.array(survivors)]
-        # Average differences from one member, so that equal members are reproduced exactly.
+        # Average differences from one member, so that equal members are reproduced exactly. Where
+        # values are equal the difference is zero, even if they are infinite.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
         base = member_n[origin]
         zeros_n = jnp.zeros_like(member_n)
         difference_n = jnp.where(member_n == base[None], zeros_n, member_n - base[None])
         difference_n = where_leading(usable_n, difference_n, zeros_n)
         mean = base + jnp.tensordot(share_n, difference_n, 1, precision="highest")
+        # Without any usable member the representative does not change.
         mean = jnp.where(jnp.any(usable_n), mean, leaf_M[representative]).astype(leaf_M.dtype)
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
     params_M, outer_state_M, average_M = jax.tree.map(merge_leaf, stacked)
 
     # The workers of each survivor, by their positions before the merge.
-    workers = []
+    workers: list[list[int]] = []
     for m in survivors:
-        joined_trainers = chosen if m == representative else [m]
-        workers.append([w for joined in joined_trainers for w in ensemble.workers[joined]])
+        own = [*ensemble.workers[m]]
+        if m == representative:
+            for other in absorbed:
+                own += ensemble.workers[other]
+        workers.append(own)
     after = ensemble.replace(
         params_M=params_M,
         outer_state_M=outer_state_M,
@@ -183,9 +188,9 @@ def merge(
     # representative. The workers of the other members take the mean of these states.
     heir = jnp.asarray(chosen)[origin]
     source = np.concatenate(workers)
-    trainer_R = of_workers(ensemble.sizes)[source]
-    is_member_R = np.isin(trainer_R, chosen)
-    stays_R = ~is_member_R | (trainer_R == heir)
+    old_trainer_R = of_workers(ensemble.sizes)[source]  # of each worker of the result
+    is_member_R = np.isin(old_trainer_R, chosen)
+    stays_R = ~is_member_R | (old_trainer_R == heir)
     return after.replace(
         params_R=moved_params(after, source, ~is_member_R),
         inner_state_R=moved_states(ensemble, source, stays_R, jnp.full(len(source), heir)),
@@ -236,7 +241,7 @@ def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemb
     `moved_states`), and the trainer's parameters if workers have their own.
     """
     sizes = tuple(len(own) for own in workers)
-    listed = np.concatenate(workers).astype(np.int64)
+    listed = np.concatenate(workers).astype(np.int64)  # the old position of each worker, or -1
     source = np.maximum(listed, 0)  # a new worker takes nothing from its source: any will do
     trainer_R = of_workers(sizes)
     stays_R = (listed >= 0) & (of_workers(ensemble.sizes)[source] == trainer_R)
@@ -256,7 +261,7 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     Source: docs/algorithm.md, section 4; not in the paper.
     """
     (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
-    sizes = [*ensemble.sizes]
+    sizes = list(ensemble.sizes)
     if num_workers < sizes[position]:
         raise ValueError(
             f"num_workers={num_workers}: trainer {position} has {sizes[position]} workers already;"
@@ -305,7 +310,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
         )
     total = sum(requested)
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
-    shares = [max(1, b * num_workers // total) for b in requested]
+    shares = [max(1, b * num_workers // total) for b in requested]  # rounded down, but at least 1
 
     def shortfall(i):
         """Return how far trainer i is below its exact share, to sort by; then lower positions."""
