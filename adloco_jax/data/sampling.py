@@ -273,7 +273,8 @@ def split_heldout(
 ) -> HeldOut:
     """Draw guard rows and reported rows from the held-out rows, each in the order of `rows`.
 
-    The draw ignores the run's seed, so runs with different seeds report losses on the same rows.
+    Guard rows judge merges and choose the final model; reported rows measure the losses that are
+    shown. The draw ignores the run's seed, so runs with different seeds report on the same rows.
 
     Args:
       rows: All held-out rows.
