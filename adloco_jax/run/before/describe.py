@@ -42,8 +42,8 @@ def run_header(
     outer = settings.outer
     batching = settings.batching
     first_sizes = ensemble.sizes()  # workers of each trainer in the first round
-    workers = sum(first_sizes)
-    place = placement(spec, Layout(first_sizes, batching.initial_batch_size))
+
+    # The model: where its weights are from, and how it runs.
     if "model" in own:
         weights = "own model"
     elif model.init_from:
@@ -59,27 +59,37 @@ def run_header(
     attention = f"attention by {spec.attention}"
     if settings.data.separates_documents:
         attention += " within documents"
+    place = placement(spec, Layout(first_sizes, batching.initial_batch_size))
+    model_line = (
+        f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
+        f" {model.dtype}, {attention}; {spec.machine.describe()}, {place.describe()}"
+    )
+
+    # The trainers: their workers, the length of the run and of a round, the optimizers.
+    workers = sum(first_sizes)
     pool = f"{ensemble.num_trainers} with {counted(workers, 'worker')} together"
     if ensemble.num_workers > workers:
         pool += f", and {ensemble.num_workers - workers} more when gradient noise asks for them"
+    ends = _ends(settings.last_round, settings.num_tokens, settings.num_epochs)
     steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
-    sizes = f"up to {max_batch}" if max_batch else "as many as fit"
-    ends = _ends(settings.last_round, settings.num_tokens, settings.num_epochs)
     inner_tx = "own optimizer" if "inner_tx" in own else inner.tx
     outer_tx = "own optimizer" if "outer_tx" in own else outer.tx
+    trainers_line = (
+        f"trainers: {pool}; {ends} of {steps} ({inner_tx}) and a synchronisation ({outer_tx})"
+    )
+
+    # The batches: the first, how they grow, and the largest micro-batch.
     batch = counted(batching.initial_batch_size, "sequence")
     if "rows" in own:
         batch += " of own rows"
-    return [
-        f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, {attention}; {spec.machine.describe()}, {place.describe()}",
-        f"trainers: {pool}; {ends} of {steps} ({inner_tx}) and a synchronisation ({outer_tx})",
-        f"batches: {batch} per worker and update,"
-        f" {_growth(batching, ensemble, inner)}; {sizes} at once, more by accumulation",
-        *_fragments(spec),
-    ]
+    growth = _growth(batching, ensemble, inner)
+    sizes = f"up to {max_batch}" if max_batch else "as many as fit"
+    batches_line = (
+        f"batches: {batch} per worker and update, {growth}; {sizes} at once, more by accumulation"
+    )
+    return [model_line, trainers_line, batches_line, *_fragments(spec)]
 
 
 def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
