@@ -127,7 +127,11 @@ class GradientStats(struct.PyTreeNode):
         )
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """Return the same statistics with the sums in units of another scale."""
+        """Return the same statistics with the sums in units of another scale.
+
+        Fields and `scale` are broadcast; they may be NumPy arrays or JAX arrays.
+        """
+        # An array's boolean is 0 or 1 here, so that one line serves NumPy and traced JAX arrays.
         divisor = scale + (scale == 0)  # 1 for a scale of 0
         ratio = self.scale / divisor  # 0 if both scales are 0
         return self.replace(
@@ -151,7 +155,10 @@ class GradientStats(struct.PyTreeNode):
 
 
 def array_summary(tree: PyTree) -> str:
-    """Describe a tree of arrays in a few words: how many numbers, of which types."""
+    """Describe a tree of arrays in a few words, for a `repr`: how many numbers, of which types.
+
+    Leaves that are no arrays are left out. Of a single array the shape is shown.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     if len(leaves) == 1:
@@ -199,6 +206,7 @@ def without_state(params: PyTree) -> PyTree:
     updates. Batch statistics, of Linen or NNX, are no function of the parameters.
     """
 
+    # Classes are compared by name, so that `flax.nnx` need not be imported.
     def flax_classes(node):
         """Return the names of the classes of Flax that the node is an instance of."""
         classes = type(node).__mro__
@@ -210,16 +218,20 @@ def without_state(params: PyTree) -> PyTree:
 
     for path, node in jax.tree.leaves_with_path(params, is_leaf=is_variable):
         where = f"params{jax.tree_util.keystr(path)}"
-        is_random = "RngState" in flax_classes(node)
-        if is_random or (not is_variable(node) and is_key(node)):
+        if is_variable(node):
+            is_random = "RngState" in flax_classes(node)
+        else:
+            is_random = is_key(node)
+        if is_random:
             raise ValueError(
                 f"{where}: random state, which would give all workers and updates the same numbers;"
                 " leave it out (nnx.split(model, nnx.Param, ...)), and let loss_fn take `key`"
             )
-        in_linen = any(getattr(part, "key", None) == "batch_stats" for part in path)
+        # Batch statistics of Linen are in a dict under this key; those of NNX are variables.
+        in_batch_stats = any(getattr(part, "key", None) == "batch_stats" for part in path)
         has_floats = any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(node))
-        if has_floats and (in_linen or is_variable(node)):
-            kind = "batch_stats" if in_linen else type(node).__name__
+        if has_floats and (in_batch_stats or is_variable(node)):
+            kind = "batch_stats" if in_batch_stats else type(node).__name__
             raise ValueError(
                 f"{where}: state that the model changes ({kind}), not a parameter; a model"
                 " must be a function of its parameters alone: replace batch by layer normalisation"
@@ -232,8 +244,8 @@ def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 
-# The label of a parameter by a name in its path, such as "norm" of norm_2/scale, without a number
-# at its end. The first label counts of which a pattern fits.
+# The label of a parameter by the names in its path, without a number at their ends: norm_2/scale
+# has the names norm and scale. The first label counts whose pattern fits one of the names.
 _PATTERNS = {
     "other": r"\w*norm\w*|ln\w*|\w*bias|scale|gain",
     "head": r"(lm_?|output_)?head|unembed\w*|logits|classifier",
@@ -277,15 +289,19 @@ def label_by_name(
         zip(jax.tree.leaves_with_path(params), jax.tree.leaves(labels), strict=True)
     )
 
-    # A leaf without a label is a matrix, unless it may be an embedding or the head.
+    # A leaf without a label is a matrix, unless it may be an embedding or the head. It may be if no
+    # leaf is known as an embedding, or if it has the shape of one, transposed for a head.
     embedding_shapes = set()
     for (_, leaf), label in labelled_leaves:
         if label.endswith("embedding"):
-            embedding_shapes |= {leaf.shape, leaf.shape[::-1]}
+            embedding_shapes.add(leaf.shape)
+            embedding_shapes.add(leaf.shape[::-1])
     unclear = []
     for (path, leaf), label in labelled_leaves:
-        is_matrix = leaf.ndim == 2 and embedding_shapes and leaf.shape not in embedding_shapes
-        if not label and not is_matrix:
+        if label:
+            continue
+        may_be_embedding = not embedding_shapes or leaf.shape in embedding_shapes
+        if leaf.ndim != 2 or may_be_embedding:
             unclear.append(f"{path_name(path)} {list(leaf.shape)}")
     if unclear:
         leaves = ", ".join(unclear[:3])
@@ -354,7 +370,7 @@ def init(
     """
     if sizes is None:
         trainers = max(num_trainers, 1)  # zero trainers are refused below
-        # Trainer m's workers end at the fraction m / M of the pool, rounded up.
+        # The workers of the first m trainers are the share m / M of the pool, rounded up.
         ends = [-(-m * num_workers // trainers) for m in range(trainers + 1)]
         sizes = np.diff(ends)
     sizes = tuple(int(size) for size in sizes)
@@ -369,7 +385,8 @@ def init(
 
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            if not is_key(leaf):  # a weak type would make the second round compile again
+            if not is_key(leaf):
+                # This removes a weak type, which would make the second round compile again.
                 leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
@@ -537,16 +554,18 @@ def norms(tree_X: PyTree) -> Array:
     peak_X = jnp.where((peak_X > 0) & jnp.isfinite(peak_X), peak_X, 1.0)
 
     # Square values in units of the largest one, and multiply the root by it again.
-    square_X = sum(
-        _sum_entries(jnp.square(leaf_X / peak_X.reshape((-1,) + (1,) * (leaf_X.ndim - 1))))
-        for leaf_X in leaves_X
-    )
+    square_X_of_leaves = []
+    for leaf_X in leaves_X:
+        unit_X = peak_X.reshape((-1,) + (1,) * (leaf_X.ndim - 1))  # broadcast over all other axes
+        square_X_of_leaves.append(_sum_entries(jnp.square(leaf_X / unit_X)))
+    square_X = sum(square_X_of_leaves)
     # The derivative of sqrt at zero is infinite, even where the result is not taken.
     root_X = jnp.sqrt(jnp.where(square_X > 0, square_X, 1.0))
     return peak_X * jnp.where(square_X > 0, root_X, square_X)
 
 
 def _as_float32(tree: PyTree) -> list[Array]:
+    """List the leaves of a tree, cast to float32."""
     return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
 
 
@@ -563,9 +582,9 @@ def moved_states(
 ) -> PyTree:
     """Return the inner states of workers, some of which have moved to other trainers.
 
-    A worker that moves takes the mean state of the workers that its new trainer had: whole numbers
-    such as Adam's count are rounded, values equal in all do not change, and a PRNG key is the first
-    worker's.
+    A worker that moves takes the mean state of the workers that its new trainer had. Whole numbers
+    such as Adam's count are then rounded, values that are equal in all do not change, and a PRNG
+    key is that of the trainer's first worker.
 
     Args:
       ensemble: The trainers and workers before the move.
@@ -603,7 +622,10 @@ def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) ->
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Return positions as int64; ValueError unless distinct, below `size`, and at least one."""
+    """Return positions as int64; ValueError unless distinct, below `size`, and at least one.
+
+    `name` is the argument's, for the message.
+    """
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
     is_distinct = len(set(chosen.tolist())) == len(chosen)
     is_inside = all(0 <= position < size for position in chosen.tolist())
@@ -619,4 +641,5 @@ def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
 
 
 def _pick(tree: PyTree, index: np.ndarray) -> PyTree:
+    """Take the entries at these positions out of leaves [X, ...]."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
