@@ -350,7 +350,9 @@ def worded(error: ValidationError) -> list[str]:
 
 def unknown_key_fault(key: str) -> str:
     """Return one line: a key is unknown, and which known keys are nearest in name."""
-    nearest = namesakes(key) or difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.0)
+    nearest = namesakes(key)
+    if not nearest:  # the known key with the most similar letters
+        nearest = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
 
 

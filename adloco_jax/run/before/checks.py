@@ -46,7 +46,9 @@ def check_inputs(
     *,
     accept_config_change: bool = False,
 ) -> list[str]:
-    """Check folder and checkpoint; return a line for each check that had to be left.
+    """Check folder and checkpoint; return a line for each check that only the run can make.
+
+    `workdir` is the run's folder; None: it has none yet. Nothing is compiled.
 
     Raises ConfigError for contradictory settings, DataError if a checkpoint is not there,
     CheckpointError if a run's `config.json` in `workdir` cannot be read.
@@ -147,6 +149,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     These have rate 1 for optimizers that are given, and name no text. `model` is from `own_model`.
     The caller's functions are traced, not run. Raises ConfigError, which names the argument.
     """
+    # What the settings may not decide.
     heldout_rows = _checked_heldout_rows(corpus)
     if settings.data.separates_documents:
         raise ConfigError(
@@ -156,9 +159,10 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     if rank > 0:
         raise ConfigError(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
 
+    # Parameters, their labels, and optimizers.
     params = _checked_params("init_fn" if model.params is None else "params", model.init_fn)
     labels = labeller(settings.model.arch, model.label_params)
-    parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
+    parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)  # raises
     inner_tx = model.inner_tx
     if inner_tx is None:  # the config may name an optimizer that the user has added to the table
         inner_tx = inner_transform(settings.inner, labels)
@@ -166,8 +170,10 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     if model.outer_tx is not None:
         _check_transform("outer_tx", model.outer_tx, params)
 
+    # The settings: without a text, and without what describes an optimizer that is given.
     data = settings.data.model_copy(update={"path": "", "heldout_path": ""})
-    inner, outer = settings.inner, settings.outer
+    inner = settings.inner
+    outer = settings.outer
     faults: list[str] = []
     if model.inner_tx is not None:
         faults += _options_beside("inner", inner)
@@ -178,10 +184,11 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     if faults:
         raise ConfigError("\n".join(faults))
 
-    rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)  # two rows
+    # The losses, on two rows.
+    rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)
     with own_code("loss_of"):
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
-    if takes(loss_fn, "key"):
+    if takes(loss_fn, "key"):  # as in training
         loss_fn = functools.partial(loss_fn, key=jax.random.key(0))
     _check_loss("loss_fn", loss_fn, params, rows_BL)
     if model.eval_loss_fn is not None:

@@ -247,6 +247,7 @@ def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     moved = sum(cost["bytes"] for cost in costs)
     syncs = sum(cost["syncs"] for cost in costs)
     state = num_bytes(ensemble_spec(spec, Layout(ensemble.sizes(whole_pool=True))))
+    # What is sent for a worker that joins a trainer, and for a trainer that another absorbs.
     joining = in_bytes(merge_cost(spec.state_bytes, num_joining=1)["bytes"])
     absorbed = in_bytes(merge_cost(spec.state_bytes, num_absorbed=1)["bytes"])
     lines = [

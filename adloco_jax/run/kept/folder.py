@@ -166,7 +166,7 @@ def recorded_settings(workdir: Path) -> Settings:
     Raises CheckpointError without a readable record, ConfigError if an entry that the user added to
     a table is not defined now, or a rule is broken that was not known then.
     """
-    before = _resumable(workdir)
+    before = _resumable_record(workdir)
     values = before.config.model_dump()
     if before.data_commit:
         values["data"]["revision"] = before.data_commit
@@ -176,7 +176,7 @@ def recorded_settings(workdir: Path) -> Settings:
 def recorded_config(workdir: Path) -> ConfigDict:
     """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
     refuse_fit(workdir)
-    return ConfigDict(_resumable(workdir).config.model_dump())
+    return ConfigDict(_resumable_record(workdir).config.model_dump())
 
 
 def refuse_fit(workdir: Path) -> None:
@@ -189,7 +189,7 @@ def refuse_fit(workdir: Path) -> None:
         )
 
 
-def _resumable(workdir: Path) -> Recorded:
+def _resumable_record(workdir: Path) -> Recorded:
     """Read the record of a run, whose table entries must all be defined in this process.
 
     A user's config file may have added entries; it must have been run here, too. Raises ConfigError
