@@ -117,6 +117,7 @@ def augmented_inner_product_test(
     """
     _require_positive("nu", nu)
     signal = _signal(stats, mode, num_workers, batch_size)
+    # The noise that is orthogonal to the gradient: all noise but that along the gradient.
     if mode == "paper":
         orthogonal = stats.plugin_orth_sum / stats.noise_weight
     else:
@@ -150,6 +151,7 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     is_increasing = sorted(set(rounds)) == rounds
     if not rounds or rounds[0] != 0 or not is_increasing:
         raise ValueError(f"schedule: rounds {rounds}, expected increasing whole numbers from 0")
+    # The last entry whose first round is not later than this one.
     return next(size for first, size in reversed(schedule) if first <= round_index)
 
 
@@ -242,18 +244,21 @@ def switch_mode(
     requested_batch_size = _positive_whole("requested_batch_size", requested_batch_size)
     max_batch_size = _positive_whole("max_batch_size", max_batch_size)
     multiplier = _positive_whole("multiplier", multiplier)
-    # Up to this multiple of `max_batch_size` a request is clipped.
-    multiples = {"threshold": multiplier, "accumulate": 1, "clip": math.inf}
     if requested_batch_size <= max_batch_size:
-        return BatchPlan(requested_batch_size, 1)
+        return BatchPlan(requested_batch_size, num_accum_steps=1)
+    # A request is clipped up to this multiple of `max_batch_size`, and accumulated above it.
+    multiples = {"threshold": multiplier, "accumulate": 1, "clip": math.inf}
     if requested_batch_size <= multiples[mode] * max_batch_size:
-        return BatchPlan(max_batch_size, 1)
+        return BatchPlan(max_batch_size, num_accum_steps=1)
     num_accum_steps = -(-requested_batch_size // max_batch_size)  # rounded up
     return BatchPlan(max_batch_size, num_accum_steps)
 
 
 def _positive_whole(name: str, value: int | np.integer) -> int:
-    """Return a positive whole number of any integer type as int, else raise ValueError."""
+    """Return a positive whole number of any integer type as int, else raise ValueError.
+
+    `name` is the argument's, for the message.
+    """
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
             f"{name}={value!r}: expected a positive whole number; round it first, see"
@@ -277,6 +282,7 @@ def _signal(
     if mode == "paper":
         batch = stats.num_examples if batch_size is None else batch_size * num_workers
         zero = 0.0 * signal  # of the same type and shape
+        # The mean gradient of a batch has the squared norm |G|^2 + noise / batch.
         return _maximum(signal, zero) + noise / batch
     raise ValueError(f"mode={mode!r}: expected unbiased or paper")
 
@@ -310,7 +316,7 @@ def _maximum(a, b):
 
 
 def fixed(*, steps_per_round: int, **_: object) -> int:
-    """Return `steps_per_round`, in inner steps: every round has the same length.
+    """Give every round the same length: return `steps_per_round`, in inner steps.
 
     `**_` takes the other keywords of a rule in `ROUND_LENGTHS`, of which this rule needs none.
     """

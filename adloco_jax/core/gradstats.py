@@ -277,7 +277,7 @@ class _Examples(NamedTuple):
 
 
 class _Method(NamedTuple):
-    """How an estimator measures the examples of one pass."""
+    """The two functions by which an estimator measures the examples of one pass."""
 
     # `(loss_of, params, batch_C, valid_C) -> (sum of the valid examples' gradients, norms_C)`
     gradients: Callable[[LossFn, PyTree, PyTree, Array], tuple[PyTree, Array]]
@@ -295,6 +295,7 @@ def _sum_gradients(
     """
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
+        """Add the gradients and norms of one pass; the body of `scan_passes`."""
         sums_P, norms_B = carry
         grad_sum, norms_C = method.gradients(loss_of, params, batch_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
@@ -341,6 +342,7 @@ def _multiply(
         directions_E = jax.tree.map(lambda leaf_3: leaf_3[rows], means_3)
 
         def multiply_pass(_, index_C, valid_C, batch_C, products_3B):
+            """Add the products of one pass; the body of `scan_passes`."""
             products_EC = method.products(loss_of, params, batch_C, directions_E)
             products_EC = products_EC.astype(jnp.float32) / rms
             products_EC = jnp.where(valid_C[None], products_EC, 0.0)
@@ -348,6 +350,7 @@ def _multiply(
 
         return examples.scan_passes(parts_I, multiply_pass, products_3B)
 
+    # The first two thirds need only the products with the mean of all.
     products_3B = jnp.zeros((3, examples.size), jnp.float32)
     products_3B = multiply(np.array([0, 1]), 1, products_3B)
     return multiply(np.array([2]), 3, products_3B)
@@ -381,6 +384,7 @@ def _examples(
         )
     (size,) = sizes
     t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
+    # The largest size of each part, and where the parts of t examples end.
     if inner_products:
         part_sizes = [size // 3, size // 3, size - 2 * (size // 3)]
         third = jnp.maximum(t // 3, 1)
@@ -390,7 +394,10 @@ def _examples(
         ends_P = t[None]
 
     def cost(group):
-        """Return the cost, in examples, of passes of this size: a pass costs about one more."""
+        """Return the cost of all passes if each has `group` examples, in costs of one example.
+
+        A pass costs about one example more than it has.
+        """
         num_passes = sum(math.ceil(part_size / group) for part_size in part_sizes)
         return (group + 1) * num_passes
 
@@ -429,10 +436,10 @@ def _gradients_by_taps(
     The cotangent of `tap_B` is the squared norm of each example's share of the mean gradient.
     Raises ValueError if the loss takes `tap_B` without using it.
     """
-    batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)
+    batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)  # without the axis of length 1
     num_uses = 0  # of the tap, by layers of the loss
 
-    # The identity, whose backward pass counts the uses of the tap.
+    # `watched` is the identity, but its backward pass counts the uses of the tap.
     @jax.custom_vjp
     def watched(tap_C):
         return tap_C
@@ -450,6 +457,7 @@ def _gradients_by_taps(
     def loss(params, tap_C):
         return loss_fn(params, batch, tap_B=watched(tap_C))
 
+    # The tap is -1 for padding, which leaves it out of the gradient.
     tap_C, _ = varying_alike(jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32), params)
     mean_grad, squares_C = jax.grad(loss, argnums=(0, 1))(params, tap_C)
     if num_uses == 0:
@@ -474,6 +482,7 @@ def _products_by_vmap(
     """
 
     def product(leaf_E, leaf_C):
+        """Multiply one leaf of each direction with the same leaf of each gradient: [E, C]."""
         rows_E = leaf_E.reshape(len(leaf_E), -1)
         rows_C = leaf_C.reshape(len(leaf_C), -1)
         return jnp.matmul(rows_E, rows_C.T, precision="highest")
