@@ -344,7 +344,7 @@ def test_learners_read_the_base_by_themselves_and_send_the_adapter(
     assert max(sizes) < 10_000  # a base has 29 kB, an adapter 1.2 kB
     path = tmp_path / "bucket" / "run.json"
     signing = Signatures(KEY)
-    message = json.loads(signing.opened("run.json", path.read_bytes()))["message"]
+    message = json.loads(signing.verified_content("run.json", path.read_bytes()))["message"]
     other = store.to_json(RunDescription(**message | {"base": "other"}))
     path.write_bytes(signing.signed("run.json", other))
     with pytest.raises(ConfigError, match="the driver has other base weights than this machine"):

@@ -295,7 +295,7 @@ class _Driver(NamedTuple):
 
 
 def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
-    """Begin as the run's next driver, and return its number, the generation.
+    """Become the run's next driver, and return its number, the generation.
 
     `last` is the number of the last driver in `run.json`; 0 if there was none. This process waits
     until the newest driver has ended, or has given no sign for `heartbeat_s`. Then it writes the
@@ -314,7 +314,7 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
         generation = newest.generation + 1
         if is_free and bucket.create(f"driver/{generation}.json", first):
             return generation
-        time.sleep(min(1.0, heartbeat_s / SIGNS))
+        time.sleep(min(store.LONGEST_PAUSE_S, heartbeat_s / SIGNS))
         before = newest
         newest = _newest_driver(bucket, before.generation)
         if newest != before:
@@ -631,7 +631,7 @@ class BucketTransport:
         """
 
         def read() -> LearnerHeartbeat | None:
-            """Read it once."""
+            """Read the heartbeat once; None if there is none."""
             return self._store.read_message(name, LearnerHeartbeat)
 
         try:

@@ -62,9 +62,15 @@ _SHORTEST_S = 1e-9  # that a round may take in a printed speed, as it is divided
 def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
     """Open the bucket at an address, or connect to the driver that a ticket names.
 
-    A request that fails for `patience_s` seconds raises ResourceError. `key` is this learner's
-    secret key for a ticket; None: that of its user. Raises ConfigError if the key of a bucket is
-    not set.
+    A ticket is the address of a driver that learners reach directly, without a bucket.
+
+    Args:
+      address: The bucket's address, or a ticket.
+      patience_s: Seconds after which a request that keeps failing raises ResourceError.
+      key: This learner's secret key for a ticket; None: that of its user.
+
+    Raises:
+      ConfigError: If the key of a bucket is not set.
     """
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")

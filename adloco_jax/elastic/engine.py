@@ -175,9 +175,11 @@ class ElasticEngine:
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Start rounds in learners; end those, at least one, whose learners have answered.
 
-        All end together if trainers must stay together (`_keeps_together`). Raises ConfigError if
-        at the start a learner has other data or versions; ResourceError if too few start, a round
-        keeps failing, or the cluster is gone; Stopped soon after a signal.
+        All end together if trainers must stay together (`_keeps_together`). `decide(control, stats,
+        plans)` returns the control with the next sizes, and a decision for each trainer in `plans`.
+
+        Raises ConfigError if at the start a learner has other data or versions; ResourceError if
+        too few start, a round keeps failing, or the cluster is gone; Stopped soon after a signal.
         """
         ended = self._wait_for_rounds(state)
 
@@ -187,7 +189,7 @@ class ElasticEngine:
         for each in ended.values():
             for worker_id in each.counted:
                 counted[worker_id] = each.spent(worker_id)
-        control, spent = count_round(
+        control, costs = count_round(
             state.control,
             plans,
             sequence_length=self.spec.sequence_length,
@@ -204,7 +206,7 @@ class ElasticEngine:
         lines = {}
         for m, each in ended.items():
             line = planned(state.control, m, each.plan, each.rate_T)
-            lines[m] = line | {"workers_counted": len(each.useful)} | shares | spent[m]
+            lines[m] = line | {"workers_counted": len(each.useful)} | shares | costs[m]
 
         # The duration begins at the last round's end or later, so no second is counted twice.
         now_s = time.monotonic()
@@ -430,6 +432,7 @@ class ElasticEngine:
             self._params.record_change(m, update=None)
         ensemble = self._states.ensemble_with_states(state, fetches=True)
         weights_n = np.asarray(weights, np.float32)
+        # `replace` calls `merged`, the compiled program, in parts that need less memory.
         return replace(merged, ensemble, weights_n, member_positions, worker_positions)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
@@ -710,7 +713,7 @@ class ElasticEngine:
         learner.due_s = None  # it has no work that must be done by a time
         try:
             if isinstance(responses, Refused):
-                raise responses
+                raise responses  # is treated like responses that are refused here
             check_responses(responses, request, self.spec)
         except Refused as error:
             self._assume_empty(learner, request.trainer)
@@ -822,7 +825,8 @@ class ElasticEngine:
         """
         taking_part = busy.union(*(each.reported for each in self.rounds.values()))  # numbers
         for number, learner in [*self.pool.learners.items()]:
-            if not (learner.leaving and learner.joined) or number in taking_part:
+            is_asked = learner.leaving and learner.joined
+            if not is_asked or number in taking_part:
                 continue
             nobody_yet = dict.fromkeys(learner.worker_ids)  # who runs them next is not known
             self._states.bring_here(control, nobody_yet)

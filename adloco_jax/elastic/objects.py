@@ -202,6 +202,7 @@ class Bucket:
 def _retry() -> "RetryConfig":
     """Return how obstore repeats a request itself; a `Store` repeats it for much longer."""
     return {
+        # Pauses of 0.1 s to 2 s, each twice the one before.
         "backoff": {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2},
         "max_retries": 3,
         "retry_timeout": 15 * SECOND,

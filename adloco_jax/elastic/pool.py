@@ -431,7 +431,7 @@ class LearnerPool:
         has_run = has_run or learner.joined
         if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
-        if learner.joined:  # since it last said what it did, nobody knows
+        if learner.joined:  # what it did since it last said so is lost
             self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
         self._replace_process(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):

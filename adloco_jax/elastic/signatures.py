@@ -81,7 +81,7 @@ class Signatures:
         """Return an object's content with its signature."""
         return data + self._signature(name, data)
 
-    def opened(self, name: str, data: bytes) -> bytes:
+    def verified_content(self, name: str, data: bytes) -> bytes:
         """Return the content of an object; raise Refused if it is not signed as it must be."""
         content = data[:-NUM_BYTES]
         signature = data[-NUM_BYTES:]
@@ -119,6 +119,6 @@ class Unneeded(Signatures):
         """Return an object's content as it is."""
         return data
 
-    def opened(self, name: str, data: bytes) -> bytes:
+    def verified_content(self, name: str, data: bytes) -> bytes:
         """Return an object's content as it is."""
         return data

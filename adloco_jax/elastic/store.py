@@ -147,7 +147,7 @@ class Store:
         data = self.retry("read", read)
         if data is None:
             return None
-        return self.signatures.opened(name, bytes(data))
+        return self.signatures.verified_content(name, bytes(data))
 
     def read_message(self, name: str, kind: type[F]) -> F | None:
         """Read an object of JSON, which `to_json` made; None if there is no object.
