@@ -201,6 +201,7 @@ def run(folder: Path, way: str, rate: str) -> dict:
             time.sleep(0.05)
         assert driver.returncode == 0, invited.read_text()
 
+    (exported,) = (workdir / "export").glob("*.safetensors")
     rounds = rounds_of(workdir)
     steps = [(b[1] - a[1], b[2] - a[2]) for a, b in itertools.pairwise(ends)]
     return {
@@ -213,7 +214,7 @@ def run(folder: Path, way: str, rate: str) -> dict:
         "driver_cpu_s": [round(seconds, 2) for _, seconds in steps],
         **{part: [round(each[part] / 2, 3) for each in rounds[1:]] for part in PARTS},
         "losses": [each["train_loss"] for each in rounds],
-        "export": hashlib.sha256((workdir / "export/params.safetensors").read_bytes()).hexdigest(),
+        "export": hashlib.sha256(exported.read_bytes()).hexdigest(),
     }
 
 
