@@ -18,9 +18,12 @@ A checkpoint is a folder, `checkpoints/ROUND`:
 - `manifest.json` (`CheckpointManifest`): round, loss, and size and SHA-256 of each file, because
   Orbax would accept a flipped bit
 
-Frozen weights and data are not in it. It is staged, synced, renamed to its round's number and read
-back; then older ones go. Of several processes, each writes its own shards to a shared file system,
-and process 0 everything else.
+Frozen weights and data are not in it. It is staged (written to a folder of another name), synced to
+disk, renamed to its round's number and read back; then older ones go. Of several processes, each
+writes its own shards to a shared file system, and process 0 everything else.
+
+A checkpoint is verified if the size and the hash of each file are those of its manifest; it is
+damaged if they are not, or if a file cannot be read.
 """
 
 import concurrent.futures
@@ -46,7 +49,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, ResourceError, reaso
 from adloco_jax.host import processes
 
 FORMAT = 4  # is increased when older versions cannot read a newer run's folder
-# Names in the folder of checkpoints, of one that is being written; and in that of a checkpoint.
+# The name of a checkpoint that is being written, and the names inside a checkpoint.
 _STAGING = ".staging"
 _ARRAYS = "arrays"
 _HOST = "host.json"
@@ -96,14 +99,15 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        if processes.is_first():
+        if processes.is_first():  # one deletes for all, in the folder that they share
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
         """Start to write a checkpoint once the last one is complete.
 
-        Returns once Orbax has copied the arrays, which may then be donated; the thread writes them
-        and the other files. Raises ResourceError if the last save failed or this one cannot begin.
+        Returns once Orbax has copied the arrays, whose memory the next round may then reuse; the
+        thread writes the copies and the other files. Raises ResourceError if the last save failed
+        or this one cannot begin.
 
         Args:
           round_index: Number of completed rounds, which names the checkpoint.
@@ -117,11 +121,12 @@ class Saver:
         with self._naming_errors(round_index):
             _on_all("a checkpoint begins", _FAULTS, lambda: self._make_staging(staging))
             saved = ocp.args.StandardSave(_fields(arrays))
+            # Orbax writes on threads of its own, and takes absolute paths alone.
             self._orbax.save(staging.absolute() / _ARRAYS, args=saved)
         blocked_s = time.perf_counter() - start_s
 
         def finish() -> None:
-            """Complete the checkpoint, on the thread, and tell it to `on_saved`."""
+            """Complete the checkpoint, on the thread, and call `on_saved` with its line."""
             complete = functools.partial(self._complete, round_index, host, loss)
             with self._naming_errors(round_index):
                 wait_for_arrays = self._orbax.wait_until_finished
@@ -138,9 +143,10 @@ class Saver:
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Wait until the last save is verified; raise its error, as `save` does.
+        """Wait until the last save is verified; raise ResourceError if it failed.
 
-        With `only_if_ended`, a save that is under way is left to itself.
+        A failure is raised once: the next call has nothing to wait for. With `only_if_ended`, a
+        save that is under way is left to itself.
         """
         pending = self._pending
         if pending is None:
@@ -167,7 +173,10 @@ class Saver:
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
-        """Make the empty folder in which a checkpoint is written; only process 0 does."""
+        """Make the empty folder in which a checkpoint is written; only process 0 does.
+
+        Raises OSError if it cannot be made.
+        """
         if processes.is_first():
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -176,7 +185,8 @@ class Saver:
         """Write the other files of a checkpoint whose arrays are written, and rename its folder.
 
         Then it is read back, and old checkpoints are deleted. Only process 0 does all this. Returns
-        the bytes of the files; in other processes 0.
+        the bytes of the files; in other processes 0. Raises OSError if a file cannot be written,
+        Damaged if what is read back is not what was written.
         """
         if not processes.is_first():
             return 0
@@ -213,7 +223,7 @@ class Saver:
         for number in losses:
             if number in kept:
                 continue
-            # Renamed first: what a kill leaves does not look like a damaged checkpoint.
+            # Renamed first: what is left if the process is killed now is no damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             shutil.rmtree(self.folder / _STAGING)
 
@@ -241,9 +251,10 @@ def last(folder: Path) -> str:
 
 
 def verify(checkpoint: Path) -> CheckpointManifest:
-    """Return the manifest of a checkpoint whose files have its hashes; else raise Damaged.
+    """Compare a checkpoint's files with its manifest, and return the manifest.
 
-    Raises CheckpointError if it was written in another format.
+    Raises Damaged if a file is missing, unreadable, changed, or not in the manifest, or the
+    manifest itself is damaged; CheckpointError if the checkpoint was written in another format.
     """
     manifest = read_manifest(checkpoint)
     expected = manifest.files
@@ -255,12 +266,21 @@ def verify(checkpoint: Path) -> CheckpointManifest:
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Read a checkpoint's manifest, and compare only its own hash; raises as `verify` does."""
+    """Read a checkpoint's manifest, without a look at the files that it describes.
+
+    The manifest file holds a hash of its own content, which is compared.
+
+    Raises:
+      Damaged: If the manifest is missing, unreadable or changed, is that of another round, or the
+        checkpoint is a symbolic link.
+      CheckpointError: If the checkpoint was written in another format.
+    """
     path = checkpoint / _MANIFEST
     if checkpoint.is_symlink():
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
     content = read_json(path, Damaged)
-    content.pop("sha256", None)
+    content.pop("sha256", None)  # is not part of what it is the hash of
+    # Written again, an unchanged content has the same bytes, with the hash.
     if path.read_bytes() != _manifest_bytes(content):
         raise Damaged(f"{path}: does not match its own hash")
     if content.get("format") != FORMAT:
@@ -288,7 +308,8 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
       CheckpointError: If all are damaged (then none is renamed), or one has another format.
     """
     damage = []
-    # Process 0 lists the checkpoints and compares the hashes; then all processes read the same one.
+    # Process 0 lists the checkpoints and compares the hashes, which takes long and need not be done
+    # in each process; then all processes read the same checkpoint.
     rounds = processes.broadcast(list_rounds(folder))
     check = verify if processes.is_first() else read_manifest
     for index, number in enumerate(rounds):
@@ -300,6 +321,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
             damage.append(str(error))
             continue
         if processes.is_first():
+            # Out of the way: the run goes on from here, and will save these rounds again.
             for damaged in rounds[:index]:
                 aside = folder / f"{damaged}.damaged"
                 while aside.exists():  # from an earlier restore
@@ -314,7 +336,10 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
 
 def read_host(checkpoint: Path) -> dict:
-    """Read the part of a verified checkpoint that is not in arrays (`host.json`)."""
+    """Read the part of a verified checkpoint that is not in arrays (`host.json`).
+
+    Raises Damaged if it is missing or no JSON.
+    """
     return read_json(checkpoint / _HOST, Damaged)
 
 
@@ -329,7 +354,11 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
 
 
 def read_field(checkpoint: Path, name: str, template: PyTree) -> PyTree:
-    """Read only one field of the saved dataclass; raises as `read_arrays`."""
+    """Read one field of the saved dataclass, such as `params_M`, as the template says.
+
+    Raises ConfigError if the saved arrays do not have the template's structure, shapes and dtypes;
+    Damaged if they cannot be read.
+    """
     return _read_fields(checkpoint, {name: template}, partial=True)[name]
 
 
@@ -338,7 +367,9 @@ def _read_fields(
 ) -> dict[str, PyTree]:
     """Read arrays of a checkpoint: all fields of the saved dataclass, or with `partial` some.
 
-    `expected` has the templates of the fields to read, by their names; raises as `read_arrays`.
+    `expected` has the templates of the fields to read, by their names: shape, dtype and sharding of
+    each array. Raises ConfigError if the saved arrays have another structure, shape or dtype, or
+    without `partial` if there are others; Damaged if they cannot be read.
     """
     arrays = checkpoint.absolute() / _ARRAYS
     # Each process reads by itself: in a joint read, the others would wait for one that failed.
@@ -362,6 +393,7 @@ def _read_fields(
                         f" {stored.get(name, 'missing')} there, {wanted.get(name, 'missing')}"
                         " here; give what the run began with, or name another folder"
                     )
+            # The dtype and the sharding with which each array is read.
             restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
             args = ocp.args.PyTreeRestore(
                 expected, restore_args=restore_args, partial_restore=partial
@@ -385,10 +417,14 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """Return the fields of a `flax.struct` dataclass that hold arrays, by name."""
+    """Return the fields of a `flax.struct` dataclass that hold arrays, by name.
+
+    Left out are fields that are None, and those that hold other data, such as `Ensemble.sizes`.
+    """
     arrays = {}
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
+        # `flax.struct` marks a field that JAX does not see as arrays.
         is_static = not field.metadata.get("pytree_node", True)
         if value is not None and not is_static:
             arrays[field.name] = value
@@ -396,7 +432,10 @@ def _fields(state: PyTree) -> dict[str, PyTree]:
 
 
 def _describe_files(folder: Path) -> dict[str, CheckpointFile]:
-    """Return size and hash of each file of a checkpoint, except the manifest, by its path."""
+    """Return size and hash of each file of a checkpoint, except the manifest, by its path.
+
+    Raises Damaged if a file cannot be read.
+    """
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path != folder / _MANIFEST:
@@ -423,7 +462,8 @@ def _encode(content: dict) -> bytes:
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
     """Run `act`, a part of a save or a restore, in every process, and return its result.
 
-    If it raises one of `faults` in a process, the others raise Damaged (`processes.run_on_all`).
-    `name` is that of the exchange, which no other thread of a process may use.
+    The processes tell each other whether it failed, so that none waits for one that did. A process
+    in which it raises one of `faults` raises that error, and the others raise Damaged. The name
+    tells this exchange from those of other threads of a process, which must have others.
     """
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

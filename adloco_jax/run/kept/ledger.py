@@ -30,11 +30,15 @@ class Ledger(contextlib.AbstractContextManager):
     """Appends lines to a run's ledger file, unbuffered, so that a killed process loses none."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Open or create the file at `path`, in an existing folder, for appending."""
+        """Open or create the file at `path`, in an existing folder, for appending.
+
+        `listeners` is empty; a caller that wants to see the lines appends functions to it. Raises
+        ResourceError if the file cannot be opened.
+        """
         self._path = Path(path)
-        # Each is called with each line, as a dict, on the thread that called `write`.
+        # Each is called with each line once it is written: a dict, on the thread of `write`.
         self.listeners: list[Callable[[dict], object]] = []
-        with write_errors(self._path):
+        with write_errors(self._path):  # turns an OSError into ResourceError
             self._file = open(path, "ab", buffering=0)
         self._lock = threading.Lock()  # another thread compiles programs, and writes lines on them
 
@@ -59,7 +63,10 @@ class Ledger(contextlib.AbstractContextManager):
             listener(line)
 
     def sync(self) -> None:
-        """Write the lines from the system's buffers to disk, because a checkpoint follows them."""
+        """Write the lines from the system's buffers to disk, because a checkpoint follows them.
+
+        Raises ResourceError if the disk is full or fails.
+        """
         with write_errors(self._path):
             os.fsync(self._file.fileno())
 
@@ -74,8 +81,10 @@ class Ledger(contextlib.AbstractContextManager):
 def read(path: str | os.PathLike[str]) -> list[dict]:
     """Read a ledger, one dict per line, even while it is being written.
 
+    An incomplete last line is left out. `EVENTS` says which fields the line of an event has.
+
     Raises:
-      DataError: If the file cannot be read, or a line or field is not as `EVENTS` says.
+      DataError: If the file cannot be read, or a line or a field is not as `EVENTS` says.
     """
     try:
         content = Path(path).read_bytes()
@@ -94,6 +103,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
                 found = line[:_MOST_QUOTED]
                 raise ValueError(f"expected a JSON object with the key 'event', found {found!r}")
             kind = event["event"]
+            # An event that this version does not know may have any fields.
             checked(event, EVENTS.get(kind, Format), kind, ValueError)
         except ValueError as error:
             raise DataError(f"{path}:{number}: {error}; {_ADVICE}") from error
@@ -102,7 +112,10 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def finish(events: Iterable[dict]) -> dict | None:
-    """Return the `end` line of a finished run; None if it is unfinished or was started again."""
+    """Return the `end` line of a finished run, from all lines of its ledger.
+
+    None if the run is unfinished, was stopped or diverged, or was started again after its end.
+    """
     marks = [event for event in events if event["event"] in ("start", "end")]
     if marks and marks[-1].get("reason") == "finished":  # a `start` line has no reason
         return marks[-1]
@@ -110,13 +123,19 @@ def finish(events: Iterable[dict]) -> dict | None:
 
 
 def cut(path: str | os.PathLike[str], control: Control | None) -> None:
-    """Remove the lines on rounds after a checkpoint (None: on all), before the run resumes.
+    """Remove the lines on rounds after a checkpoint, before the run resumes from it.
 
     An incomplete last line is removed, too. The file is replaced atomically. Lines on starts,
     learners, compilations, checkpoints and ends stay: they are not written again.
 
+    Args:
+      path: The ledger, which need not exist.
+      control: What the checkpoint says of the run: its trainers, and the rounds that each has
+        completed. None: there is no checkpoint, and the lines on all rounds are removed.
+
     Raises:
       CheckpointError: If lines on rounds before the checkpoint are missing.
+      ResourceError: If the file cannot be written.
     """
     rounds = {}  # completed by each trainer of the checkpoint
     if control is not None:
@@ -130,10 +149,12 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
             return True
         trainer = event.get("trainer")
         if event.get("kind") == "quarantine":
-            # A trainer left, as its numbers were not finite; if the checkpoint has it, later.
+            # The trainer left the run, because its numbers were not finite. If the checkpoint
+            # still has it, it left later.
             return trainer in rounds
         if event["event"] in ("round", "fault") and trainer is not None:
-            # With learners, a trainer may be ahead; one that the checkpoint lacks had left.
+            # With learners, trainers end their rounds apart, so that one may be ahead. One that the
+            # checkpoint lacks had left before, and runs no round again.
             return trainer in rounds and event["round"] > rounds[trainer]
         return event["round"] > control.round
 
@@ -173,6 +194,9 @@ def _parse(line: bytes) -> dict | None:
 
 
 def _plain(value: object) -> Any:
-    """Convert a value, which may contain arrays, to plain JSON data; not finite becomes None."""
+    """Convert a value, which may contain arrays, to plain JSON data; not finite becomes None.
+
+    Raises AttributeError or TypeError if it contains something that is neither.
+    """
     text = json.dumps(value, default=lambda array: array.tolist())
     return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities are constants
