@@ -1,4 +1,8 @@
-"""Write the consensus model of a run to a folder, and read a model from the folder of a run."""
+"""Write the consensus model of a run to a folder, and read a model from the folder of a run.
+
+The consensus is the model that stands for all trainers: the only one, the best, or their average.
+A model with an adapter has frozen weights, called its base, and trains the adapter alone.
+"""
 
 import contextlib
 import dataclasses
@@ -65,7 +69,9 @@ def save(
       The dtype that was written.
 
     Raises:
-      DataError: If base weights to merge with have another hash than the run recorded.
+      DataError: If the frozen weights to merge with are missing or damaged, or have another hash
+        than the run recorded.
+      ResourceError: If the folder cannot be written.
     """
     network: Any = build_network(model, adapter)
     if adapter.rank and not merge:
@@ -78,7 +84,7 @@ def save(
             sha256=base_sha256,
             base_dtype=model.base_dtype or "",
         )
-        return "float32"
+        return "float32"  # of an adapter always
     if adapter.rank:  # with `merge`
         loaded = hf.load(model.init_from)
         hf.require_same_base(loaded, base_sha256, f"model.init_from={model.init_from}")
@@ -102,9 +108,10 @@ def save(
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Return the tokenizer with one more id that ends what the model writes: that of answers.
+    """Return the tokenizer with which an exported model knows where what it writes ends.
 
-    Unchanged, unless the model was trained on chats.
+    A model that was trained on chats ends an answer with a token of its own, which is added to
+    those that end a text. Otherwise the tokenizer is unchanged, or None without one.
     """
     if tokenizer is None or not data.is_chat:
         return tokenizer
@@ -124,13 +131,15 @@ def write_consensus(
 
     Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
     otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`. A caller
-    of `fit` may have given parameters of other shapes. `base_sha256` is as for `save`.
+    of `fit` may have given parameters of other shapes. `base_sha256` is the run's hash of the
+    frozen weights, or empty. Raises ResourceError if the folder cannot be written.
     """
     model = settings.model
     adapter = settings.adapter
     tokenizer = _for_answers(settings.data, tokenizer)
     network = build_network(model, adapter)
     is_as_configured = _shapes(params) == _shapes(param_shapes(network))
+    # An adapter has other shapes than the network whose weights it changes.
     if hf.weight_map(network) is not None and (is_as_configured or adapter.rank):
         dtype = save(params, folder, model, adapter, tokenizer, base_sha256=base_sha256)
         layout = "in Hugging Face layout"
@@ -141,7 +150,7 @@ def write_consensus(
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaves[name] = np.asarray(leaf, order="C")
+        leaves[name] = np.asarray(leaf, order="C")  # safetensors writes the memory as it lies
     with replaced_folder(folder) as partial:
         save_file(leaves, partial / "params.safetensors")
     print(f"export: {folder / 'params.safetensors'}; the model has no Hugging Face names")
@@ -154,7 +163,7 @@ def _shapes(params: PyTree) -> PyTree:
 class TrainedModel(NamedTuple):
     """A model from a checkpoint after `round` rounds.
 
-    `source` is `trainer 3` (its id), `only`, `best` or `average` (`evaluate.consensus`);
+    `source` is `trainer 3` (its id), or of the consensus `only`, `best` (trainer) or `average`;
     `base_sha256` the run's hash of the frozen weights, or empty.
     """
 
@@ -211,11 +220,13 @@ def read_trained(
         params = evaluate.trainer_params(ensemble, 0)
         source = "only"
     else:
+        # Measuring losses needs the code of the model, which `fit` was given.
         refuse_fit(workdir)
         run = assemble(settings, machine, workdir)
         heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
         with contextlib.closing(Programs(run.spec)) as programs:
             programs.hold(run.model.base.params)  # frozen weights go to the devices
+            # Of an average, the demands (what trainers asked for) are the weights.
             params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     num_classes = class_count(settings.model)
     tokenizer = tokenizer_of(settings.data, settings.model, num_classes=num_classes, run=workdir)
@@ -230,7 +241,10 @@ def read_trained(
 
 
 def _checkpoint_of(workdir: Path, round: int | None) -> Path:
-    """Return the folder of the checkpoint of a round; None: the newest."""
+    """Return the folder of the checkpoint of a round; None: the newest.
+
+    Raises ConfigError if there is none.
+    """
     folder = workdir / "checkpoints"
     rounds = checkpoint.list_rounds(folder)  # the newest first
     if round is None and rounds:
@@ -249,6 +263,11 @@ def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[E
 
     Also returns what the host knew of the trainers. Raises Damaged if the checkpoint cannot be
     read, ConfigError if its arrays are not those of the settings.
+
+    Args:
+      path: The folder of a verified checkpoint.
+      settings: Of the run; with `outer.average` there are averages.
+      spec: What the run's programs share, which gives shapes and dtypes.
     """
     data = checkpoint.read_host(path).get("control")
     control = read_control(path, data, settings.ensemble)
@@ -258,6 +277,7 @@ def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[E
     # Shapes, dtypes and shardings of the arrays to read.
     template = getattr(ensemble_spec(spec, Layout(control.sizes)), name)
     params_M = checkpoint.read_field(path, name, template)
+    # Without what only training needs: optimizer states, and the number of the round.
     ensemble = Ensemble(
         params_M=params_M,
         outer_state_M=(),

@@ -1,4 +1,8 @@
-"""The state of a run in a checkpoint: what is written beside its arrays, and what is read."""
+"""The state of a run in a checkpoint: what is written beside its arrays, and what is read.
+
+The state has two parts: the ensemble (`Ensemble`: the arrays of trainers and workers) and the
+control (`Control`: what the host knows of them, such as sizes and counts, as JSON).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,10 +56,12 @@ class CheckpointContent(NamedTuple):
 def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> CheckpointContent:
     """Read a run's state from the folder of a verified checkpoint.
 
-    Raises Damaged if `host.json` does not fit the settings, ConfigError if the arrays do not.
+    `ensemble` are the run's settings of trainers and workers. Raises Damaged if a file cannot be
+    read or `host.json` does not fit these settings, ConfigError if the arrays do not fit `spec`.
     """
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host.control, ensemble)
+    # Of each array to be read: shape, dtype, and how it is divided among the devices.
     template = ensemble_spec(spec, Layout(control.sizes))
     return CheckpointContent(State(checkpoint.read_arrays(path, template), control), host)
 
@@ -70,6 +76,7 @@ def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
     sizes = control.sizes  # workers of each trainer
     workers = control.num_workers
     fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
+    # `trainer_of` has each worker's trainer; it has fewer entries if two trainers share a worker.
     are_matched = 0 not in sizes and len(control.trainer_of) == workers
     is_of_folder = control.round == int(path.name)
     if not (fits and are_matched and is_of_folder):
@@ -85,7 +92,8 @@ def begin_control(
 ) -> tuple[Control, Programs]:
     """Choose the largest micro-batch and the mode before the first round, alike in all processes.
 
-    A mode (`engine.memory.Mode`) says how programs spare memory.
+    A mode (`engine.memory.Mode`) says how programs spare memory: by workers one after another, and
+    by activations that are computed again ("remat").
 
     Args:
       run: What the attempts share: settings, data and model.
@@ -95,6 +103,9 @@ def begin_control(
 
     Returns:
       The state of the host before the next round, and the programs, compiled or being compiled.
+
+    Raises:
+      ResourceError: If nothing fits the memory.
     """
     settings = run.settings
     remat = False
@@ -126,7 +137,7 @@ def begin_control(
     # All processes use the most frugal mode that one has chosen, the last in preference.
     most_frugal = allowed[max(processes.gather(allowed.index(mode)))]
     if mode != most_frugal:
-        choice.programs.close()
+        choice.programs.close()  # they were compiled for the other mode
         choice = choose_among([most_frugal])
     choice.programs.hold(run.model.base.params)  # frozen weights go to the devices
     # All processes use the smallest micro-batch that one has chosen.
@@ -154,7 +165,7 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
         return first_ensemble(spec, layout.sizes, params)
 
     # Compiled with shardings, so that each device makes only its part.
-    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
+    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))  # of each array
     key = jax.random.key(run.settings.seed)
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
@@ -167,8 +178,9 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
       line, None if the run is not finished.
 
     Raises:
-      CheckpointError: If all are damaged or were deleted.
-      DataError: If the data have changed, and this is not accepted.
+      CheckpointError: If all are damaged or were deleted, or one has another format.
+      ConfigError: If the arrays of a checkpoint are not those of the configured model.
+      DataError: If the data have changed, and this is not accepted; or the ledger is damaged.
     """
     folder = run.workdir / "checkpoints"
     path = run.workdir / "ledger.jsonl"
@@ -180,7 +192,7 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
     events = []
     if path.exists():
         events = read(path)
-    # All wait for one another: process 0 later changes the ledger that the others read.
+    # All processes wait here until each has read the ledger, because process 0 later changes it.
     processes.gather(None)
     if content is None and any(event["event"] == "checkpoint" for event in events):
         raise CheckpointError(
@@ -191,7 +203,7 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
         return content, damage, finish(events)
     data = content.host.data
     if data.fingerprint != run.corpus.fingerprint:
-        changes = shard_changes(data.shards, list(run.corpus.shards))
+        changes = shard_changes(data.shards, list(run.corpus.shards))  # a line on each file
         advice = (
             f"{run.workdir}: the data have changed since this run began; restore them, or"
             " resume with these: accept_data_change=True (--accept-data-change)"
@@ -203,7 +215,8 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
 def host_record(run: Run, recorded: dict, state: State) -> dict:
     """Return what `host.json` stores of a run and its state.
 
-    `recorded` has the loss and the seconds so far (`Recorder.record`).
+    `recorded` has the last held-out loss and the run's seconds so far, as `loss` and `wall_s`. The
+    other keys are told at the top of `checkpoint.py`.
     """
     return {
         "control": dataclasses.asdict(state.control),
