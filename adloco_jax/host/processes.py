@@ -26,6 +26,8 @@ from adloco_jax.host.terminal import say
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange, longer than any load or save takes
 _END_MS = 10 * 1000  # for so long a process that ends waits for the other processes to end
+# The exit code of a process that a signal has ended is this plus the signal's number.
+_SIGNALLED = 128
 
 T = TypeVar("T")
 
@@ -51,30 +53,35 @@ def connect(
       ConfigError: If arguments are contradictory or missing.
       ResourceError: If connecting fails.
     """
-    if num_processes is not None and not 0 <= (process_id or 0) < num_processes:
-        raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
+    if num_processes is not None:
+        number = 0 if process_id is None else process_id
+        if not 0 <= number < num_processes:
+            raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator is not None and process_id == 0:
         _check_port(coordinator)
     # JAX's preemption service would handle SIGTERM. Here SIGTERM makes a run save and stop.
     jax.config.update("jax_enable_preemption_service", False)
 
+    # The beginning of the message if connecting fails.
     failure = "not all processes connected"
     if process_id is not None:
         failure = f"process {process_id} of {num_processes}: {failure}"
     if coordinator:
         failure += f" at {coordinator}"
 
+    # JAX's wait cannot be interrupted, and at its own time limit it aborts with a stack trace. So a
+    # timer ends the process before that limit.
     def give_up():
-        # JAX's wait cannot be interrupted, and its own limit aborts with a stack trace.
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
+    jax_timeout_s = timeout_s + 60
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=timeout_s + 60
+            coordinator, num_processes, process_id, initialization_timeout=jax_timeout_s
         )
     except ValueError as error:
         raise ConfigError(
@@ -89,7 +96,10 @@ def connect(
 
 
 def _check_port(coordinator: str) -> None:
-    """Raise ConfigError unless the port in HOST:PORT is free; JAX would abort the process."""
+    """Raise ConfigError unless the port in HOST:PORT is free; JAX would abort the process.
+
+    The port is tried by listening on it for a moment.
+    """
     _, _, port = coordinator.rpartition(":")
     try:
         with socket.socket() as probe:
@@ -137,15 +147,18 @@ def gather(value: T, name: str = "gather") -> list[T]:
     if jax.process_count() == 1:
         return [value]
     client = _client()
-    me = jax.process_index()
+    own_index = jax.process_index()
     _num_sent[name] += 1
     number = _num_sent[name]  # of this exchange, among those of the name
-    client.key_value_set(f"{name} ({number})/{me}", json.dumps(value))
-    keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
-    values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
-    # All have sent for this exchange, so they have received the previous one's, which can go.
+    client.key_value_set(f"{name} ({number})/{own_index}", json.dumps(value))
+    values = []
+    for index in range(jax.process_count()):
+        text = client.blocking_key_value_get(f"{name} ({number})/{index}", _EXCHANGE_MS)
+        values.append(json.loads(text))
+    # All have sent for this exchange, so they have received the values of the previous one, and
+    # this process's value for that can go.
     if number > 1:
-        client.key_value_delete(f"{name} ({number - 1})/{me}")
+        client.key_value_delete(f"{name} ({number - 1})/{own_index}")
     return values
 
 
@@ -181,36 +194,39 @@ def run_on_all(
       Exception: The error of `act`, where it failed. Elsewhere one of the class `elsewhere`, with
         the message of the first process that failed.
     """
-    outcome = None
-    fault = None
-    report = None  # of a fault: the name of its class, and its message
+    result = None
+    own_error = None
+    own_report = None  # of an error: the name of its class, and its message, as JSON
     try:
-        outcome = act()
+        result = act()
     except faults as error:
-        fault = error
-        report = [_public_class(error), str(error) or repr(error)]
+        own_error = error
+        own_report = [_public_class(error), str(error) or repr(error)]
 
-    reports = gather(report, name)
-    if fault is not None:
-        raise fault
-    for number, other in enumerate(reports):
-        if other is not None:
-            class_name, message = other
+    reports = gather(own_report, name)
+    if own_error is not None:
+        raise own_error
+    for index, report in enumerate(reports):
+        if report is not None:
+            class_name, message = report
             error_class = elsewhere or getattr(errors, class_name)
-            raise error_class(f"process {number}: {message}")
-    return cast(T, outcome)
+            raise error_class(f"process {index}: {message}")
+    return cast(T, result)
 
 
 def _public_class(error: Exception) -> str:
     """Return the name of the error's class in `errors`, or of its nearest base there; else ""."""
-    for error_class in type(error).__mro__:
+    for error_class in type(error).__mro__:  # the class itself, then its bases
         if hasattr(errors, error_class.__name__):
             return error_class.__name__
     return ""
 
 
 def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
-    """Start a thread; if it fails, the process says so and ends."""
+    """Start a thread that calls `act`; if that raises an error, the process says so and ends.
+
+    It is a daemon thread, which does not keep the process alive.
+    """
 
     def run() -> None:
         try:
@@ -227,7 +243,7 @@ def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
     """Call a function again and again in a thread, as long as the `with` block runs.
 
-    If it raises an error, the process ends.
+    `seconds` pass before each call. If the function raises an error, the process ends.
     """
     ended = threading.Event()
 
@@ -246,8 +262,8 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 def end_others(message: str) -> None:
     """End all other processes with exit code 5, because this process has failed.
 
-    They may be in a collective that cannot be interrupted; JAX would abort them when process 0
-    ends.
+    They look for the failure in `ending_together`. They may be in a collective that cannot be
+    interrupted; JAX would abort them when process 0 ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
@@ -255,18 +271,22 @@ def end_others(message: str) -> None:
 
 def ending_together() -> contextlib.AbstractContextManager[None]:
     """End this process with exit code 5 if another calls `end_others` in the `with` block."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
 
     def look() -> None:
         """End this process if another has reported a failure."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process has failed
-            index, message = json.loads(_client().key_value_try_get("failure"))
-            if index != jax.process_index():
-                print(message, file=sys.stderr, flush=True)
-                all_end()
-                os._exit(ResourceError.exit_code)
+        try:
+            report = _client().key_value_try_get("failure")
+        except jax.errors.JaxRuntimeError:  # no process has failed
+            return
+        index, message = json.loads(report)
+        if index != jax.process_index():
+            print(message, file=sys.stderr, flush=True)
+            all_end()
+            os._exit(ResourceError.exit_code)
 
-    is_alone = jax.process_count() == 1
-    return contextlib.nullcontext() if is_alone else every(1.0, look)
+    return every(1.0, look)
 
 
 def all_end() -> bool:
@@ -300,14 +320,15 @@ def require_equal(what: dict[str, str], advice: str) -> None:
     `what` has this process's values by their names. All processes must call this.
     """
     values_of_processes = gather(dict(what))
-    first = values_of_processes[0]
+    values_of_first = values_of_processes[0]
     lines = []
-    for number, values in enumerate(values_of_processes):
-        differing = [name for name in what if values.get(name) != first.get(name)]
+    for index, values in enumerate(values_of_processes):
+        differing = [name for name in what if values.get(name) != values_of_first.get(name)]
         if differing:
-            lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
+            lines.append(f"process {index} differs from process 0 in {', '.join(differing)}")
     if lines:
-        raise ConfigError("\n".join([*lines, advice]))
+        lines.append(advice)
+        raise ConfigError("\n".join(lines))
 
 
 def is_asked_to_stop() -> bool:
@@ -330,22 +351,29 @@ def stop_requests(what: str) -> Iterator[threading.Event]:
         yield stop
         return
     _stops.append(stop)
+    # Python writes the number of each signal, a byte, to this pipe. It must not wait if it is full.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def watch():
-        """Read the signals' numbers, a byte each, until the pipe is closed."""
-        while data := os.read(reader, 1):
+        """Read signals from the pipe until it is closed: set the event, or end the process."""
+        while True:
+            data = os.read(reader, 1)
+            if not data:  # the pipe is closed
+                return
             number = data[0]
             if number not in _SIGNALS:
                 continue
             if stop.is_set():
-                os._exit(128 + number)  # the exit code of a process that a signal ended
+                os._exit(_SIGNALLED + number)
             stop.set()
             line = f"{signal.Signals(number).name}: {what}; send it again to stop at once"
             say(line, file=sys.stderr)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    # A signal without a handler is not written to the pipe, so there are handlers that do nothing.
+    handlers_before = {}
+    for number in _SIGNALS:
+        handlers_before[number] = signal.signal(number, lambda *_: None)
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher = start_thread(watch, name="signals")
     try:
@@ -353,7 +381,8 @@ def stop_requests(what: str) -> Iterator[threading.Event]:
     finally:
         _stops.remove(stop)
         signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
+            # None: the handler was not set by Python, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(writer)  # ends the thread
         watcher.join()
