@@ -76,7 +76,7 @@ class ArrayRows:
             warnings.warn(
                 f"heldout: {num_copies} of {len(self.heldout_rows)} rows are also training rows, so"
                 " the held-out loss is too low; hold out other rows",
-                stacklevel=2,
+                stacklevel=2,  # the warning names the caller's line
             )
         self.fingerprint = _fingerprint(self.rows, self.heldout_rows)
 
@@ -87,7 +87,7 @@ class ArrayRows:
 
         Raises:
           ConfigError: If `data.sequence_length` is not the L of the rows.
-          DataError: If a worker would have no row to read.
+          DataError: If there are too few rows for the first batches of all workers of a trainer.
         """
         if num_classes is None:
             length = self.rows.shape[1] - 1
@@ -99,15 +99,16 @@ class ArrayRows:
                 f" have {length}; set it to {length}"
             )
         order = order_of(settings, len(self.rows), where="corpus")
-        ordered = copy.copy(self)
+        ordered = copy.copy(self)  # with the same arrays
         ordered._order = order
         return ordered
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Return rows `start` to `start + count - 1` of a worker's stream, as int32 [count, L + 1].
 
-        Only the result of `ordered` has an order. The arguments are those of
-        `data.sampling.stream_rows`.
+        Only the result of `ordered` has an order. `trainer` is the permanent id of a trainer (a
+        model in training), and `stream` the number of one of its workers' streams: the endless
+        sequence of rows that this worker reads.
         """
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         return self.rows[index].astype(np.int32)
@@ -135,12 +136,12 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
     if array.ndim == 2:
         length = array.shape[1] - 1
     else:
-        length = sequence_length or 0
+        length = sequence_length or 0  # 0 is refused below
     is_length_right = length >= 1 and sequence_length in (None, length)
     is_integer = np.issubdtype(array.dtype, np.integer)
     if array.ndim not in (1, 2) or not is_length_right or not is_integer:
         raise ConfigError(f"{have}; {_EXPECTED}")
-    least = int(array.min(initial=0))
+    least = int(array.min(initial=0))  # of an empty array it is 0
     largest = int(array.max(initial=0))
     if least < -(2**31) or largest >= 2**31:
         raise ConfigError(f"{have}, ids from {least} to {largest}; {_EXPECTED}")
@@ -174,6 +175,7 @@ def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
                 yield hash(row.tobytes())
 
     copied = set(hashes(heldout)).intersection(hashes(rows))
+    # Not the length of `copied`: several held-out rows may be equal.
     return sum(1 for row_hash in hashes(heldout) if row_hash in copied)
 
 

@@ -34,8 +34,8 @@ def sync(path: Path) -> None:
 def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for writing, which replaces `path` when the `with` block ends without an error.
 
-    The new content is on disk before the old is replaced. Raises ConfigError if `path` is no path
-    of this machine.
+    The new content is on disk before the old is replaced. After an error the old content stays.
+    Raises ConfigError if `path` is an address, or no file can have this name.
 
     Args:
       path: The file to be written.
@@ -45,6 +45,7 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     partial.unlink(missing_ok=True)  # of a process that was killed, with other permissions
 
     def opener(name: str, flags: int) -> int:
+        """Open the file as `open` would, but create it with the permissions `mode`."""
         return os.open(name, flags, mode)
 
     with open(partial, "wb", opener=opener) as file:
@@ -58,13 +59,15 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which replaces `folder` when the `with` block ends without an error.
 
-    The new content is on disk before the old is replaced. A kill between the two renames leaves the
-    old folder as `.NAME.old`. The next call puts it back.
+    The new content is on disk before the old is replaced. After an error the old folder stays. A
+    kill between the two renames leaves it as `.NAME.old`, and the next call puts it back. Raises
+    ConfigError if `folder` is an address, or no folder can have this name.
     """
     partial = local_path(folder).with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
     if old.exists() and not folder.exists():  # an earlier call was killed between its renames
         old.rename(folder)
+    # What killed calls may have left is deleted. Usually there is nothing, which is no error.
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -88,12 +91,13 @@ def local_path(path: str | Path, where: str = "") -> Path:
     Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
     have this name. `where` is the "key=" of the config before the path in the message.
     """
-    # A protocol before ":/", because `Path` has made "s3:/x" of "s3://x".
+    # A protocol before ":/", because `Path` has made "s3:/x" of "s3://x". One letter before it is a
+    # drive of Windows.
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
     try:
         str(path).encode()  # ValueError if the name is not UTF-8
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it need not exist
             os.lstat(path)  # an error if the name is too long or has a NUL
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}{str(path)[:200]!r}: {error}; name another") from error
@@ -102,7 +106,10 @@ def local_path(path: str | Path, where: str = "") -> Path:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError that the block raises into a `ResourceError` about writing `path`."""
+    """Turn an OSError of the `with` block, which writes `path`, into a `ResourceError`.
+
+    Its message names the path, the system's reason, and what a user can do.
+    """
     try:
         yield
     except OSError as error:

@@ -78,7 +78,11 @@ class _CacheEntry(NamedTuple):
 
 
 def cache_folder(name: str) -> Path:
-    """Return the path of a folder ("data", "programs") in the user's cache; it need not exist."""
+    """Return the path of a folder ("data", "programs") in the user's cache; it need not exist.
+
+    Raises FileNotFoundError if the user has no home folder, so that callers treat this like any
+    other cache that cannot be used.
+    """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # neither the variable HOME nor the list of users names a folder
@@ -87,10 +91,11 @@ def cache_folder(name: str) -> Path:
 
 
 def trim_cache() -> None:
-    """Delete the longest unused entries of the user's cache until it fits in `ADLOCO_CACHE_GB`.
+    """Delete the longest unused entries of the user's cache until its size is `ADLOCO_CACHE_GB`.
 
-    This variable of the environment is in gigabytes, 100 by default. Entries that were used within
-    a day stay, because a run may read them. Raises ConfigError if the variable is no number.
+    This variable of the environment is in gigabytes, 100 by default. An entry is a file or folder
+    in one of the cache's folders. Those that were used within a day stay, because a run may read
+    them. Raises ConfigError if the variable is no number.
     """
     gigabytes = os.environ.get("ADLOCO_CACHE_GB") or "100"
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
@@ -100,7 +105,7 @@ def trim_cache() -> None:
     with contextlib.suppress(OSError):
         entries = [_cache_entry(path) for path in cache_folder("").glob("*/*")]
         excess_bytes = sum(entry.num_bytes for entry in entries) - float(gigabytes) * 1e9
-        for entry in sorted(entries):
+        for entry in sorted(entries):  # by their last use, the longest unused first
             if excess_bytes <= 0 or entry.used_s > time.time() - _KEPT_S:
                 break
             if entry.path.is_dir():
@@ -113,8 +118,11 @@ def trim_cache() -> None:
 def _cache_entry(path: Path) -> _CacheEntry:
     """Return the entry of a file or folder: the sum of its files' sizes, and their last use."""
     stats = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
-    used_s = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=0.0)
-    return _CacheEntry(used_s, sum(stat.st_size for stat in stats), path)
+    num_bytes = sum(stat.st_size for stat in stats)
+    used_s = 0.0  # of an empty folder: it is deleted first
+    for stat in stats:
+        used_s = max(used_s, stat.st_atime, stat.st_mtime)  # when it was read, and written
+    return _CacheEntry(used_s, num_bytes, path)
 
 
 def is_address(path: str) -> bool:
@@ -139,7 +147,8 @@ def _local_path(name: str, *, key: str) -> Path:
 def is_on_hub(name: str, *, key: str) -> bool:
     """Return whether a value of the config's `key` is no existing path, and may be a hub's name.
 
-    Raises DataError if the path cannot be followed.
+    A name on the hub is OWNER/NAME, or a name alone. The hub is not asked. Raises DataError if the
+    system cannot look for the path.
     """
     if not hub.NAME.fullmatch(name) or name.endswith(_FILE_ENDINGS):
         return False
@@ -182,18 +191,22 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the result of `find` for a path, maybe empty, and whether the path is a folder."""
+    """Return the result of `find` for a path, maybe empty, and whether the path is a folder.
+
+    Raises DataError if the system cannot look there, or a link leads nowhere.
+    """
     start = _local_path(path, key=key)
     # Files are sought below `base`, by the parts of a glob, `pattern`.
     if start.is_dir():
         base = start
         pattern = ["**"]
     else:
+        # The closest parent without a wildcard in its path.
         base = next(parent for parent in start.parents if not glob.has_magic(str(parent)))
         pattern = list(start.relative_to(base).parts)
 
     files: dict[Path, Path] = {}  # by the path without links, so that each is read once
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # without the folder `base` there is no file
         if start.is_file():
             candidates = [start]
         else:
@@ -225,8 +238,8 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern and pattern[0] == "**":
         is_folder_read = len(names) > 1 and _is_read(names[0], "*")
         if is_folder_read and _matches(names[1:], pattern):
-            return True
-        return _matches(names, pattern[1:] or ["*"])
+            return True  # `**` stands for this folder, and maybe more
+        return _matches(names, pattern[1:] or ["*"])  # for no folder; at the end for any file
     if not names or not pattern:
         return not names and not pattern
     return _is_read(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
@@ -246,6 +259,7 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
     first = pattern[0]
     rest = pattern[1:]
     if first == "**":
+        # For no folder; a `**` at the end stands for any file.
         yield from _expand(folder, rest or ["*"], entered)
         for entry in sorted(folder.iterdir()):
             if entry.is_dir() and _is_read(entry.name, "*"):
@@ -261,12 +275,18 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
             yield entry
 
 
-def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the result of `find` for an address, maybe empty, and whether it is of a folder."""
-    protocol, _, _ = path.partition("://")
-    with hub.as_user_errors(f"{key}={path}"):
-        system, path = _file_system(path, key)
-        system.invalidate_cache()
+def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
+    """Return the result of `find` for an address, maybe empty, and whether it is of a folder.
+
+    Raises:
+      ConfigError: If addresses of this kind cannot be read, or the server refuses access.
+      DataError: If the server has no such file or folder.
+      hub.Unreachable: If the server does not answer.
+    """
+    protocol, _, _ = address.partition("://")
+    with hub.as_user_errors(f"{key}={address}"):
+        system, path = _file_system(address, key)
+        system.invalidate_cache()  # ask the server again; fsspec keeps listings of folders
         # A folder has all files below; a glob those below the part before its first wildcard.
         base = path.rstrip("/")
         pattern = ["**"]
@@ -277,7 +297,7 @@ def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
                 return {PurePosixPath(path).name: _remote_file(protocol, about)}, False
         except FileNotFoundError:
             if not glob.has_magic(path):
-                raise
+                raise  # as the DataError of `hub.as_user_errors`
             is_glob = True
             parts = path.split("/")
             first = next(i for i, part in enumerate(parts) if glob.has_magic(part))  # wildcard
@@ -299,8 +319,8 @@ def _find_remote(path: str, key: str) -> tuple[dict[str, File], bool]:
 def _file_system(address: str, key: str) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in it.
 
-    Raises ConfigError if the protocol is not supported, or the address has a user or a query, which
-    may be secret.
+    `key` is the config's key, for messages. Raises ConfigError if the protocol is not supported, or
+    the address has a user or a query, which may be secret.
     """
     import fsspec
 
@@ -321,7 +341,7 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
 
 def _remote_file(protocol: str, about: Mapping[str, Any]) -> RemoteFile:
     """Make a `RemoteFile` from fsspec's dict about a file, whose keys differ by server."""
-    name = about["name"]
+    name = about["name"]  # a path, or of a web server the full address
     address = name if is_address(name) else f"{protocol}://{name}"
     version = [f"{key}={about[key]}" for key in sorted(about) if key.lower() in _VERSION_NAMES]
     return RemoteFile(address, about.get("size"), tuple(version))
@@ -352,13 +372,14 @@ def identity(file: File) -> list:
 def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | None]:
     """Yield the path of a file on this machine; for a remote file, of a copy in `folder`.
 
-    `folder` is made anew, and deleted after the `with` block. A path or None is yielded as it is. A
-    `DataError` of the block names the address instead of the path of the copy.
+    `folder` is made anew, and deleted when the `with` block ends without an error. A path or None
+    is yielded as it is. A `DataError` of the block names the address instead of the path of the
+    copy. Errors of the copying are those of `download`: ConfigError, DataError, `hub.Unreachable`.
     """
     if not isinstance(file, RemoteFile):
         yield file
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # it may have the copy of the file before
     folder.mkdir()
     download(file, folder / file.name)
     with _naming_address(folder / file.name, file.address):
@@ -389,8 +410,11 @@ def fetched(
       revision: Branch, tag or commit of a repository on the hub. None: its main branch.
 
     Raises:
-      ConfigError: If no file matches a pattern of `one_of`.
-      UserError: As from `find` or `hub.download`.
+      ConfigError: If no file matches a pattern of `one_of`, the hub has no such repository or
+        revision, the address cannot be used (see `find`), or access is refused.
+      DataError: If the system cannot look for the path, there is no file at the address, or a copy
+        does not have the size or hash that the server states.
+      hub.Unreachable: If the server does not answer.
     """
     if is_address(name):
         folder = _copied(name, wanted, one_of=one_of, key=key, hint=hint)
@@ -408,11 +432,12 @@ def _copied(
 ) -> Path:
     """Copy files of the folder at `address` to the user's cache, unless this version is there.
 
-    Returns the folder with the copies. The other arguments are those of `fetched`. Files of folders
-    in the folder are not copied.
+    Returns the folder with the copies. Files of folders in the folder are not copied. The other
+    arguments and the errors are those of `fetched`: globs of files that are copied if they exist,
+    globs of which the first that matches is copied, the config's key, and advice for a message.
     """
-    remote_files: Any = find(address, key=key)  # by name
-    best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)
+    remote_files: Any = find(address, key=key)  # each a `RemoteFile`, by its name
+    best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)  # a glob
     names: set[str] = set()
     for pattern in (*wanted, best):
         names.update(fnmatch.filter(remote_files, pattern))
@@ -422,7 +447,7 @@ def _copied(
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
     folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder.with_suffix(".lock")):
+    with filelock.FileLock(folder.with_suffix(".lock")):  # one process copies, others wait
         if not folder.exists():
             with replaced_folder(folder) as partial:
                 for name, file in files.items():
@@ -434,7 +459,9 @@ def download(file: RemoteFile, path: Path) -> None:
     """Copy a remote file to `path`.
 
     Raises:
-      DataError: If its size is not that of the listing.
+      DataError: If its size is not that of the listing, or it is no longer there.
+      ConfigError: If the server refuses access.
+      hub.Unreachable: If the server does not answer.
     """
     with hub.as_user_errors(file.address):
         system, name = _file_system(file.address, "address")

@@ -29,9 +29,10 @@ class Format(BaseModel):
 def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
     """Return a JSON value as an instance of `kind`, a `Format` or another type.
 
-    Raises `error` with one line of text if it does not fit: `name`, the field, and what is wrong.
+    `name` says in messages what the value is, such as its file. Raises `error` with one line of
+    text if the value does not fit: `name`, the field, and what is wrong.
     """
-    try:
+    try:  # files of later versions may have more fields, which are ignored
         return _adapter(kind).validate_python(value, extra="ignore")
     except ValidationError as faults:
         first = faults.errors()[0]
@@ -43,7 +44,7 @@ def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
         raise error(f"{name}: {message}") from faults
 
 
-_adapter = functools.cache(TypeAdapter)
+_adapter = functools.cache(TypeAdapter)  # made once for each type, because this is slow
 
 
 def read_json(
@@ -61,7 +62,7 @@ def read_json(
         if path.stat().st_size > limit:
             raise error(f"{path}: larger than {limit} bytes")
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:  # the last: nested too deeply
         raise error(f"{path}: no readable JSON ({cause})") from cause
     if not isinstance(content, dict):
         raise error(f"{path}: have a JSON {type(content).__name__}, need an object")

@@ -108,7 +108,7 @@ def download(
         return Path(folder)
 
     def find_in_cache() -> Path | None:
-        """Return the folder with files of the first pattern that the cache has; None: none."""
+        """Return the folder with files of the first pattern that the cache has; else None."""
         for pattern in one_of:
             # Files that are missing or incomplete are errors, and the next pattern is tried.
             with contextlib.suppress(OSError, ValueError):
@@ -123,7 +123,8 @@ def download(
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
-            folder = get(first_match(names, one_of, where, hint))
+            pattern = first_match(names, one_of, where, hint)
+            folder = get(pattern)
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
     return folder
@@ -135,6 +136,7 @@ def _has_all_shards(folder: Path) -> bool:
     Older versions of the hub's library return a folder in which some are missing.
     """
     for index in folder.glob("*.index.json"):
+        # A "weight_map" gives for the name of each weight the name of its file.
         shards = json.loads(index.read_text())["weight_map"].values()
         if not all((folder / shard).exists() for shard in {*shards}):
             return False
@@ -197,12 +199,13 @@ def _content_hash(blob: Path, num_bytes: int, changed_ns: int) -> str:
 def as_user_errors(where: str) -> Iterator[None]:
     """Turn an error of the `with` block, which asks a server, into a `UserError` about `where`.
 
-    It is `Unreachable`, ConfigError (no such thing, or no access) or DataError. Errors of this
-    machine's disk stay. Secrets are removed from what the hub's libraries log.
+    It is `Unreachable`, ConfigError (the hub has no such thing, there is no access to it, or a
+    package is missing) or DataError (a file is not there, or cannot be read). A `UserError` and
+    errors of this machine's disk stay. Secrets are removed from what the hub's libraries log.
     """
     for name in ("huggingface_hub", "datasets"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_without_secrets)
+            handler.addFilter(_without_secrets)  # a second time it changes nothing
     try:
         yield
     except Exception as error:  # deliberately broad, because each library raises its own
@@ -214,7 +217,10 @@ def as_user_errors(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_errors_of_name(where: str) -> Iterator[None]:
-    """Turn errors as `as_user_errors` does; messages add that the name is no path here."""
+    """Turn an error of the `with` block, which asks the hub for a name, as `as_user_errors` does.
+
+    The name may also be a mistyped path, so messages add that there is no such path here.
+    """
     try:
         with as_user_errors(f"{where}: no such file or folder here; on the hub"):
             yield
@@ -224,13 +230,17 @@ def _as_errors_of_name(where: str) -> Iterator[None]:
 
 def _without_secrets(record: logging.LogRecord) -> bool:
     """Remove secrets from a message; a filter of logging, which True lets pass."""
-    record.msg = reason(RuntimeError(record.getMessage()))
-    record.args = ()
+    record.msg = reason(RuntimeError(record.getMessage()))  # an error's message without secrets
+    record.args = ()  # they are in the message already
     return True
 
 
 def _error_to_raise(error: BaseException, where: str) -> BaseException:
-    """Return what `as_user_errors` raises: a `UserError` about `where`, or a cause of the error."""
+    """Return what `as_user_errors` raises instead of an error.
+
+    It is a `UserError` about `where`. If the error or a cause of it is a `UserError` or of this
+    machine's disk, it is that one.
+    """
     chain = _with_causes(error)
 
     # Errors that any of the causes decides. One of this machine's disk names a file, and has the
@@ -257,6 +267,7 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     if names & _NO_ANSWER or codes & _NO_ANSWER_CODES or max(codes) >= 500:
         how = "once it does, run the same command again"
         return Unreachable(f"{where}: the server does not answer ({reason(chain[-1])}); {how}")
+    # File systems of fsspec raise it themselves, or an OSError because of it.
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         return DataError(f"{where}: no such file or folder")
     return DataError(f"{where}: cannot be read ({reason(error)})")

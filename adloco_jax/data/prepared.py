@@ -1,7 +1,8 @@
 """Read folders of prepared rows: arrays (`TRAIN`, `HELDOUT`), and `prepared.json`, written last.
 
 `data.rows` writes these folders. Rows are [N, L + 1] integers. *Packed* rows have documents one
-after another, or chats; a *labelled* row has a class, a number of tokens, and one text. A run
+after another, or chats; a *labelled* row has a class, a number of tokens, and one text. A token
+*counts* if the model is trained to predict it; of a chat only some do, such as the answers. A run
 checks shapes and types, not the hashes.
 """
 
@@ -70,11 +71,13 @@ class RowArrays:
         """Number of documents that begin in the rows; the last may be cut."""
         if self.starts is None:  # a labelled text has a row of its own
             return len(self.tokens)
+        # A start behind the rows can only be in a damaged file.
         starts = self.starts[self.starts < self.tokens.size]
         if self.answers is None:
             return len(starts)
         # Of chats, the padding behind each is a document too. No token counts in it, and it is left
-        # out here.
+        # out here. `reduceat` says of each document whether any token from its start to the next
+        # counts.
         has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
         return int(np.count_nonzero(has_answer))
 
@@ -185,7 +188,7 @@ class DocumentRows:
 
     @functools.cached_property
     def num_answer_tokens(self) -> int:
-        """Number of tokens that count in all rows of chats."""
+        """Number of tokens that count in all rows of chats; 0 without `answers`."""
         return 0 if self.answers is None else int(np.count_nonzero(self.answers))
 
     def __len__(self) -> int:
@@ -242,11 +245,11 @@ def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Return whether a folder has a `prepared.json`; False also if `path` is no valid path."""
+    """Return whether a folder has a `prepared.json`; False also if `path` cannot be looked at."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
-    except (OSError, RuntimeError):  # whoever opens the path raises a clear error
-        return False
+    except (OSError, RuntimeError):  # RuntimeError: no home folder for `~`
+        return False  # what reads the path next, raises a clear error
 
 
 def read_prepared(folder: Path) -> Manifest:
@@ -267,7 +270,7 @@ def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
     Raises:
       DataError: If an array is missing, or not as described.
     """
-    labelled = bool(manifest.request.get("num_classes"))
+    labelled = bool(manifest.request.get("num_classes"))  # 0: texts have no classes
     is_chat = bool(manifest.loss)
     id_dtype = row_dtype(manifest.vocab_size, labelled=labelled)
     names = array_names(is_packed=not labelled, is_chat=is_chat)
@@ -295,7 +298,8 @@ def open_rows(folder: Path, manifest: Manifest) -> PreparedRows:
 def _open_array(file: Path, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Memory-map an array; DataError if it is not a complete array of this shape and dtype."""
     try:
-        with np.errstate(over="raise"):  # the size of a forged shape may overflow
+        # The size of a forged shape may overflow: then it is a FloatingPointError.
+        with np.errstate(over="raise"):
             array = np.lib.format.open_memmap(file, mode="r")
         # `offset` is the length of the header before the numbers.
         is_whole = file.stat().st_size == array.offset + array.nbytes

@@ -55,10 +55,10 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
     """Make the `RowOrder` of a run.
 
     `num_rows` is the number of rows to train on, and `where` the "key=value" that names them in
-    messages.
+    messages. Each trainer has `ensemble.num_workers` streams.
 
     Raises:
-      DataError: If a trainer's subset has fewer rows than all workers' first batches.
+      DataError: If a trainer's subset has fewer rows than the first batches of all its workers.
     """
     num_streams = settings.ensemble.num_workers
     subset_frac = settings.data.subset_frac
@@ -83,8 +83,9 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 def with_rows(settings: Settings, num_rows: int) -> Settings:
     """Return settings that know how many rows all trainers together draw from.
 
-    With `num_epochs`, the end of training (`last_token`) follows from it. `num_rows` is the number
-    of rows to train on; 0 if it is not known, as of a user's own corpus.
+    Trainers read random subsets, and together at most all rows. With `num_epochs`, the number of
+    tokens at which training ends (`last_token`) follows from the number of these rows. `num_rows`
+    is the number of rows to train on; 0 if it is not known, as of a user's own corpus.
 
     Raises ConfigError if `num_epochs` is set and the number is not known, or if the learning rate's
     warm-up would last longer than all training.
@@ -93,8 +94,9 @@ def with_rows(settings: Settings, num_rows: int) -> Settings:
     warmup_updates = settings.inner.warmup_updates
     if num_epochs and not num_rows:
         raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
-    subset_size = max(1, int(settings.data.subset_frac * num_rows))
+    subset_size = max(1, int(settings.data.subset_frac * num_rows))  # as `RowOrder.subset_size`
     settings = settings.with_rows(min(num_rows, subset_size * settings.ensemble.num_trainers))
+    # Warm-up is a number of updates, and the end of training a number of tokens.
     tokens_per_update = settings.round_tokens / settings.inner.steps_per_round
     warmup_tokens = warmup_updates * tokens_per_update
     if num_epochs and warmup_updates and warmup_tokens >= settings.last_token:
@@ -236,7 +238,7 @@ class HeldOut:
       report_rows: Rows on which the reported losses are measured, in the same form.
       batch_size: Number of rows in a call of the evaluation program.
       guard_E: Positions of the guard rows among all held-out rows, ascending int64 [E].
-      report_E: Positions of the reported rows.
+      report_E: Positions of the reported rows, likewise.
     """
 
     guard_rows: np.ndarray | RowBatch
@@ -279,7 +281,7 @@ def split_heldout(
     Args:
       rows: All held-out rows.
       num_sequences: Upper limit of reported rows.
-      batch_size: `HeldOut.batch_size`.
+      batch_size: Number of rows in a call of the evaluation program.
       num_classes: Number of classes of labelled rows, which then have about the same shares in both
         draws; else None.
       num_trainers: With one trainer there is nothing to choose, and no row is a guard row.
@@ -298,8 +300,10 @@ def split_heldout(
             f"corpus.heldout_rows: have {num_rows}, need {need}, {use}; hold out more, for"
             " instance by data.heldout_frac"
         )
-    order = permute(np.arange(num_rows), num_items=num_rows, key=np.zeros(1, np.uint64))
+    same_key = np.zeros(1, np.uint64)  # in all runs, whatever their seed
+    order = permute(np.arange(num_rows), num_items=num_rows, key=same_key)
     if num_classes is not None:
+        # Then both draws, which are parts of the order, have about the same mix of classes.
         labels = np.asarray(rows)[order, 0]  # a labelled row begins with its class
         order = order[interleave(labels)]
     num_guard = min(MAX_GUARD_ROWS, num_rows // 2)
