@@ -1,4 +1,9 @@
-"""The attempts to finish a run: each begins at the newest checkpoint, and may fail."""
+"""The attempts to finish a run: each begins at the newest checkpoint, and may fail.
+
+A process makes all of them, one after another, so that a full memory or a failed device does not
+end the run. The engine runs rounds: on devices of this program, or on learners, other processes.
+Control (`Control`) is what the host knows of trainers and workers, as a checkpoint stores it.
+"""
 
 import contextlib
 import dataclasses
@@ -72,23 +77,30 @@ def begin(
 ) -> Attempt:
     """Begin an attempt: restore the newest checkpoint, or else start the run.
 
-    Raises UserError as `train` does.
+    The ledger is opened, lines that describe the run are shown, and nothing is trained yet.
 
     Args:
       run: What the attempts share: settings, data, model and folder.
       stack: Closes what the attempt opens.
       stop: Is set by a signal.
       failures: Of earlier attempts.
+
+    Raises:
+      ConfigError: If a sample of text is asked of a model that writes none, or the arrays of the
+        checkpoint are not those of the configured model.
+      CheckpointError: If all checkpoints are damaged or gone, or the ledger lacks lines.
+      DataError: If the data have changed, or the ledger is damaged.
+      ResourceError: If the run does not fit the memory, or the disk is full.
     """
     settings = run.settings
     # The clock of the run starts with its first attempt; a later one counts from here.
     start_s = time.perf_counter() if failures.faults else run.began_s
-    sample = sampler(run)
+    sample = sampler(run)  # first of all, because it may refuse the settings
     content, damage, end = restore(run)
     num_rounds = None  # with a number of tokens, rounds are not known before
     if math.isinf(settings.last_token):
         num_rounds = int(settings.last_round)
-    had_ledger = (run.workdir / "ledger.jsonl").exists()
+    had_ledger = (run.workdir / "ledger.jsonl").exists()  # before it is opened, which makes it
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     saved_control = None
@@ -108,7 +120,8 @@ def begin(
     stack.callback(engine.close)
     engine.control_before = control  # what `after_failure` reads, if the first round fails
 
-    peak_tokens_per_s = math.nan  # not known
+    # Not known of learners, which may be of any kind, nor of a model that the caller of `fit` gave.
+    peak_tokens_per_s = math.nan
     if settings.engine.kind == "local" and not run.by_fit:
         peak_tokens_per_s = most_tokens_per_s(programs.spec)
     earlier_s = 0.0  # seconds of the run in earlier processes, and its last held-out loss
@@ -126,7 +139,7 @@ def begin(
         loss=loss,
         most_tokens_per_s=peak_tokens_per_s,
     )
-    # A finished run whose checkpoint is damaged trains again.
+    # A run whose last checkpoint is damaged has an `end` line, and yet rounds to run again.
     ended = end is not None and is_over(control, settings)
     if not ended:
         observers.write_start(
@@ -143,6 +156,7 @@ def begin(
         notes.append(f"resuming after round {control.round}")
     elif had_ledger:
         notes.append("begins again: no round was saved")
+    # Written above the bar, which `progress` draws on a terminal.
     notes += _first_lines(run, programs.spec, control, peak_tokens_per_s)
     for line in notes:
         progress.note(line)
@@ -161,6 +175,7 @@ def begin(
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
+    # From here on the bar counts the time left, without the seconds spent waiting to compile.
     share_done = settings.share_done(control.round, control.tokens_total)
     progress.begin(share_done, lambda: programs.stall_s)
     return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
@@ -175,7 +190,7 @@ def _first_lines(
     """
     settings = run.settings
     lines = []
-    if spec.machine.platform != "cpu":
+    if spec.machine.platform != "cpu":  # of a GPU it tells how its memory was made to suffice
         lines.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     lines.append(run.heldout.describe(run.model.num_classes))
     # By parameter: its kind, by which some inner optimizers and aggregators treat it.
@@ -190,7 +205,7 @@ def _first_lines(
     lines.append(f"folder: {run.workdir}; if the run stops, to resume: {resume}")
     lines += run_header(settings, spec, control.max_batch_size, run.own)
     lines += length_lines(settings, peak_tokens_per_s, len(run.heldout.report_E))
-    if not run.by_fit:
+    if not run.by_fit:  # advice in options of the command line
         lines += longer_lines(settings)
     return lines
 
@@ -205,13 +220,23 @@ def _make_engine(
 ) -> observers.RunEngine:
     """Make the engine that `engine.kind` names: of this program's devices, or of learners.
 
-    `stop`, which a signal sets, ends a round within it, and `ledger` gets lines on learners.
+    Args:
+      run: What the attempts share: settings, data and model.
+      programs: The compiled programs, or those that are being compiled.
+      heldout: The held-out rows, with the batch in which they are evaluated.
+      progress: The terminal, whose bar moves within a round.
+      stop: Is set by a signal. The engine of this program's devices then leaves the round that it
+        is in, if there is one process alone.
+      ledger: Gets the lines on learners.
     """
     if run.settings.engine.kind == "local":
         is_alone = jax.process_count() == 1
 
         def is_stopped() -> bool:
-            """Return whether to leave the round now; several processes always end it together."""
+            """Return whether to leave the round now.
+
+            Several processes compute a round together, so none of them may leave it by itself.
+            """
             return is_alone and stop.is_set()
 
         return LocalEngine(
@@ -237,6 +262,7 @@ def _make_engine(
         corpus=corpus,
         base=run.model.base._replace(params=None),  # learners load frozen weights themselves
         by_fit=run.by_fit,
+        # Of the data set on the hub; rows that the caller of `fit` gave have none.
         commit=getattr(run.corpus, "commit", ""),
         fingerprint=run.corpus.fingerprint,
         # Entries of tables, so that learners have those that a config file has added.
@@ -255,8 +281,11 @@ def _open_ledger(
     Lines on rounds after those of `control`, the state in the checkpoint, are removed from the
     ledger; None: on all rounds. Trackers, such as TensorBoard, get each line of the ledger. `stack`
     closes the ledger and the trackers.
+
+    Raises CheckpointError if the ledger lacks lines on rounds that the checkpoint has, DataError if
+    it is damaged, ResourceError if a file cannot be written.
     """
-    if not processes.is_first():
+    if not processes.is_first():  # other processes write their lines to nowhere
         return stack.enter_context(Ledger(os.devnull))
     write_config(  # of a resumed run it may have changed
         run.workdir,
@@ -272,7 +301,7 @@ def _open_ledger(
     ledger = stack.enter_context(Ledger(path))
 
     def drop(name: str, at_round: int, cause: str) -> None:
-        """Say that a tracker raised an error and is used no more."""
+        """Say in the ledger and on the terminal that a tracker failed and is used no more."""
         ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
         progress.note(f"log.{name} is off from here on: {cause}")
 
@@ -297,7 +326,7 @@ def after_failure(
     index = control.round + 1
     size = control.max_batch_size
     cause = reason(error)
-    is_memory = "RESOURCE_EXHAUSTED" in str(error)
+    is_memory = "RESOURCE_EXHAUSTED" in str(error)  # XLA's word for it
     are_several = jax.process_count() > 1
     smallest = 1  # the least micro-batch that can be tried next
     if are_several:  # it must be set as batching.max_batch_size, which is at least the first batch
@@ -318,7 +347,7 @@ def after_failure(
             f" start again from the newest checkpoint: {last_checkpoint(run, attempt)}"
         )
     if end:
-        if are_several:
+        if are_several:  # they may wait for this process in a computation that nothing interrupts
             processes.end_others(end)
         raise ResourceError(end) from error
     if not is_memory and control.round == before.round:
@@ -340,14 +369,20 @@ def after_failure(
 
 
 def last_checkpoint(run: Run, attempt: Attempt) -> str:
-    """Describe the newest checkpoint of a run, after a save that is under way has ended."""
+    """Describe the newest checkpoint of a run, after a save that is under way has ended.
+
+    If that save fails, an earlier checkpoint is the newest; this raises nothing.
+    """
     with contextlib.suppress(CheckpointError, ResourceError):
         attempt.checkpoints.saver.wait()
     return checkpoint.last(run.workdir / "checkpoints")
 
 
 def require_equal_processes(run: Run) -> None:
-    """Raise ConfigError in every process if config, data, weights or versions differ."""
+    """Raise ConfigError in every process if config, data, weights or versions differ.
+
+    One process alone has nothing to compare.
+    """
     if jax.process_count() == 1:
         return
     weights = hashlib.sha256()
@@ -359,6 +394,7 @@ def require_equal_processes(run: Run) -> None:
             values[key] = repr(value)
     for name, version in versions().items():
         values[f"the version of {name}"] = version
+    # What settings leave open, and each process has found for its machine.
     values["model_shards, as found there"] = repr(run.spec.model_shards)
     values["attention, as found there"] = repr(run.spec.attention)
     values["the data"] = run.corpus.fingerprint

@@ -1,4 +1,10 @@
-"""Join a run as a learner: `adloco join`, and `adloco_jax.join` for runs of `fit`."""
+"""Join a run as a learner: `adloco join`, and `adloco_jax.join` for runs of `fit`.
+
+A learner is a process that trains workers for a driver, the process that holds the run. Both meet
+in a bucket (a store of objects on the network), or the learner reaches the driver by a ticket, an
+address that serves as a bucket here. A run of `fit` has a model and rows that its caller made, so
+that settings alone do not describe it.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -59,7 +65,8 @@ def join(
 
     Raises:
       ConfigError: If the bucket, ticket, key, version, data, weights or table entries do not fit,
-        or data would be read at an address that is not accepted; and as `assemble` does.
+        a setting breaks a rule, or data would be read at an address that is not accepted.
+      DataError: If this machine's data or weights are missing or damaged.
       ResourceError: If the driver cannot be reached, or after `patience_s` without it.
     """
     with opened(url, patience_s, key) as bucket:
@@ -69,7 +76,8 @@ def join(
                 run = read_run(bucket)
             if run is None:  # a signal came first
                 return
-            bucket.signatures.run = run.id  # signatures of messages hold for this run alone
+            # From here on, messages are signed for this run, and those of other runs are refused.
+            bucket.signatures.run = run.id
             try:
                 setup = learner_setup(bucket, run, own, accepts_data, parts, has_files=has_files)
             except Refused as error:  # a file that the driver serves is not as it says
@@ -98,9 +106,25 @@ def learner_setup(
 ) -> LearnerSetup:
     """Build what a learner needs: settings, spec, data and frozen weights of the run.
 
-    A driver of Ray would send it. Here the driver's description `run` has the settings, and this
-    machine reads data and weights itself, which must be those of the driver. The other arguments
-    are those of `join`; raises as `join` does, and Refused for a file that is served.
+    A driver that starts its learners by Ray would send all this. Here the driver's description of
+    the run has the settings, and this machine reads data and weights itself, which must be those of
+    the driver.
+
+    Args:
+      bucket: The open bucket, from which files are read that the driver serves.
+      run: The driver's description of the run.
+      own: This machine's values of settings in `OWN`.
+      accepts: Whether data may be read at addresses that only the driver names.
+      parts: Makes model and rows of a run of `fit`; None: the run is one of `train`.
+      has_files: Whether this machine has the driver's files at the same paths.
+
+    Raises:
+      ConfigError: If version, data, weights or table entries are not those of the driver, `parts`
+        is given or lacks against the kind of run, a setting breaks a rule, or an address is not
+        accepted.
+      DataError: If this machine's data or weights are missing or damaged.
+      Refused: If a file that the driver serves is not as its description says.
+      ResourceError: If the driver cannot be reached.
     """
     check_version(bucket, run.adloco_jax)
     if run.by_fit != (parts is not None):
@@ -123,7 +147,8 @@ def learner_setup(
     if WEIGHTS in served:
         values["model.init_from"] = str(served_weights(bucket, run.files))
 
-    # What is read at an address that the driver chose needs this machine's consent.
+    # What is read at an address that the driver chose needs this machine's consent, because it is
+    # read with this machine's credentials.
     read = [key for key in OWN if key not in own]
     if ROWS in served:  # the driver has made rows of the data already
         read = ["model.init_from"]
@@ -135,6 +160,7 @@ def learner_setup(
             f" credentials, give --accept-data, or --config.{foreign[0]}"
         )
 
+    # `reads=False`: the driver has found already what files tell, and its settings have it.
     settings = completed(validate(unflatten_dict(values, sep=".")), reads=False)
     model = None  # None: as the settings say
     corpus = None
@@ -143,6 +169,7 @@ def learner_setup(
     if ROWS in served:
         num_classes = class_count(settings.model)
         corpus = ServedRows(bucket, run.files, settings, num_classes=num_classes)
+    # As a run of this machine's devices, of which nothing is written to a folder: `Path()`.
     own_run = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
     base = own_run.model.base
     if own_run.corpus.fingerprint != run.fingerprint:

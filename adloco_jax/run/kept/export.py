@@ -226,7 +226,7 @@ def read_trained(
         heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
         with contextlib.closing(Programs(run.spec)) as programs:
             programs.hold(run.model.base.params)  # frozen weights go to the devices
-            # Of an average, the demands (what trainers asked for) are the weights.
+            # In an average each trainer weighs by its demand: the batch that it asks for.
             params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     num_classes = class_count(settings.model)
     tokenizer = tokenizer_of(settings.data, settings.model, num_classes=num_classes, run=workdir)

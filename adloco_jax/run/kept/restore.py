@@ -105,7 +105,7 @@ def begin_control(
       The state of the host before the next round, and the programs, compiled or being compiled.
 
     Raises:
-      ResourceError: If nothing fits the memory.
+      ResourceError: If not even the smallest micro-batch fits the memory.
     """
     settings = run.settings
     remat = False

@@ -1,4 +1,11 @@
-"""Observers of a run: called after every round to record, evaluate and save; state is read only."""
+"""Observers of a run: called after every round to record, evaluate and save; state is read only.
+
+An observer is given the state after the round and its `Boundary`: what the round measured, what
+each trainer decided about its next size, and what changed. With learners (other processes that
+train), trainers end their rounds apart, and the number of the run's round is that of the slowest
+trainer. The consensus is the model that stands for all trainers: the only one, the best, or their
+average.
+"""
 
 import datetime
 import math
@@ -75,22 +82,24 @@ class Recorder:
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Write a ledger line for each trainer that ran, and for each change, such as a merge.
 
-        The terminal shows changes, growth and skipped updates. `state` is that after the round, and
-        `boundary` has what the round measured and decided.
+        The terminal shows changes, growth and skipped updates; `show` writes the line about the
+        round, once it has been evaluated. Raises ResourceError if the disk is full.
         """
         metrics = boundary.metrics
         tokens = sum(line["tokens"] for line in metrics.lines)
         self.tokens += tokens
-        self.seconds += metrics.step_s - metrics.stall_s
+        self.seconds += metrics.step_s - metrics.stall_s  # without waiting for compilation
         self._unshown_tokens += tokens
         self._unshown_s += metrics.step_s
         # Of each trainer that ran: the fields that are known already, what it does next, its loss.
         trainers = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for measured, decision, outcome in trainers:
             line = {**measured, **_decision_fields(decision, self.settings.inner)}
+            # The losses may not be finite; they are null in the ledger then.
             line["train_loss"] = outcome.mean_loss
             line["pseudo_grad_norm"] = outcome.pseudo_grad_norm
             within_round = outcome.losses(self.settings.log.every_updates)
+            # By the trainer's updates since the run began, not since the round did.
             line["train_losses"] = [
                 (measured["updates_before"] + updates, loss) for updates, loss in within_round
             ]
@@ -118,7 +127,10 @@ class Recorder:
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
-        """Write a line about the round to the terminal, with the last measured held-out loss."""
+        """Write a line about the round to the terminal, with the last measured held-out loss.
+
+        Called after rounds of the slowest trainer alone; the speed is over all since the last call.
+        """
         control = state.control
         text = describe_round(
             [self._newest[trainer] for trainer in sorted(self._newest)],
@@ -133,7 +145,7 @@ class Recorder:
         self._unshown_s = 0.0
         speed = f"{tokens_per_s:,.0f} tok/s"
         share_of_peak = tokens_per_s / self.most_tokens_per_s
-        if share_of_peak > 0:  # NaN: not known
+        if share_of_peak > 0:  # false of NaN: the peak is not known
             speed += f" ({share_of_peak:.0%} of the peak)"
         share_done = self.settings.share_done(control.round, control.tokens_total)
         self.progress.round(control.round, share_done, text, speed)
@@ -141,7 +153,8 @@ class Recorder:
     def record(self) -> dict:
         """Return what a checkpoint stores: the last loss and the run's seconds; sync the ledger.
 
-        The ledger's lines must be on disk before a checkpoint that follows them.
+        The ledger's lines must be on disk before a checkpoint that follows them. Raises
+        ResourceError if the disk fails.
         """
         if processes.is_first():
             self.ledger.sync()
@@ -156,7 +169,9 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write to the ledger the peak memory of this process and of its devices so far."""
-        unit_bytes = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
+        unit_bytes = 1024  # of `ru_maxrss`
+        if sys.platform == "darwin":
+            unit_bytes = 1
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         device_peaks = []  # None of a device that does not count, such as a CPU
         for device in self.engine.programs.spec.machine.local_devices:
@@ -173,18 +188,22 @@ class Recorder:
         """Write the `end` line: the reason is "finished", "preempted" or "diverged"."""
         self.write_memory(control)
         line: dict[str, Any] = {"reason": reason, "rounds": control.round, **_totals(control)}
-        if self.seconds:
+        if self.seconds:  # none if no round was left to run in this process
             line["tokens_per_s"] = round(self.tokens / self.seconds, 1)
         self.ledger.write("end", **line, wall_s=self.wall_s())
 
 
 def _decision_fields(decision: Decision, inner: InnerSettings) -> dict:
-    """Return the fields of a `round` line that say what a trainer does next, and why."""
+    """Return the fields of a `round` line that say what a trainer does next, and why.
+
+    `decision` is the outcome of the trainer's batch-size test.
+    """
     fields = decision._asdict()
     size = fields.pop("size")  # of the next round; the other fields keep their names
     fields["next_workers"] = size.num_workers
-    fields["next_steps_per_round"] = None  # not known before the round
+    fields["next_steps_per_round"] = None  # a rule finds it when the round begins
     if inner.round_length == "fixed":
+        # `round_length` of a size counts in multiples of the setting.
         fields["next_steps_per_round"] = size.round_length * inner.steps_per_round
     fields["next_batch_size"] = size.batch_size
     return fields
@@ -202,7 +221,11 @@ def _totals(control: Control) -> dict[str, int]:
 
 @dataclass
 class Evaluator:
-    """Measures and records the held-out loss of each trainer and of the consensus model."""
+    """Measures and records the held-out loss of each trainer and of the consensus model.
+
+    `outer.average` keeps a running average of each trainer's parameters over its rounds. If it is
+    set, the averages are evaluated in place of the parameters.
+    """
 
     recorder: Recorder
     num_classes: int | None  # number of classes of labelled rows; None for text
@@ -214,8 +237,7 @@ class Evaluator:
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Evaluate if due by `eval.every_rounds`, and at the end; then show the round."""
-        # With learners, trainers end their rounds apart; the run's round is that of the slowest.
-        if not boundary.advanced:
+        if not boundary.advanced:  # only trainers ahead of the slowest have ended a round
             return
         recorder = self.recorder
         control = state.control
@@ -236,8 +258,12 @@ class Evaluator:
     def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
         """Choose the consensus and measure its loss; record it if given the trainers' losses.
 
-        The parameters are stored in `params`, the loss in the recorder. `losses` are those of all
-        trainers, in their order; empty: nothing is written, as before an export.
+        The parameters are stored in `params`, the loss in the recorder.
+
+        Args:
+          state: The state after a round.
+          losses: Those of all trainers, in their order. Empty: nothing is written, as before the
+            export of a run whose rounds have all ended.
         """
         recorder = self.recorder
         engine = recorder.engine
@@ -245,10 +271,12 @@ class Evaluator:
             evaluate.reported(state.ensemble),
             engine.programs,
             engine.heldout,
-            state.control.demands,
+            state.control.demands,  # in an average, what trainers weigh: the batch they ask for
         )
-        is_known = bool(losses) and source == "only"  # the consensus is the only trainer
-        recorder.loss = losses[0] if is_known else self._loss(self.params)
+        if losses and source == "only":  # the consensus is the only trainer, which was measured
+            recorder.loss = losses[0]
+        else:
+            recorder.loss = self._loss(self.params)
         if not losses:
             return
         own_fields: dict[str, Any] = {"source": source}
@@ -275,7 +303,11 @@ class Evaluator:
         loss: float,
         own_fields: dict[str, Any] | None = None,
     ) -> None:
-        """Write the `eval` line of a trainer or of "consensus", which has fields of its own."""
+        """Write the `eval` line of a trainer (an id) or of "consensus"; measure a classifier.
+
+        `params` are those of the model, `loss` its held-out loss, and `own_fields` what only the
+        line of the consensus has: its source, and perhaps a sample.
+        """
         line: dict[str, Any] = {"round": control.round, "trainer": trainer, "loss": loss}
         line.update(_totals(control))
         if own_fields is not None:
@@ -318,18 +350,20 @@ class Checkpoints:
         Raises Preempted after a signal, once everything is saved, and ResourceError if a save
         failed.
         """
-        # A checkpoint is named after the slowest trainer's round, which has not ended.
+        # A checkpoint is named after the slowest trainer's round, which has not ended here.
         if not boundary.advanced:
             return
         settings = self.recorder.settings
         index = state.control.round
         last = is_over(state.control, settings)
         every = settings.checkpoint.every_rounds  # None: only by the clock
-        # If one process was asked to stop, or finds that it is time, all save.
+        # If one process was asked to stop, or finds that it is time, all save: each has a part of
+        # the arrays. "boundary" names the exchange, apart from those of the thread that saves.
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
         stop_now = any(stop for stop, _ in asked)
         save_by_clock = any(is_time for _, is_time in asked)
-        # By then learners have joined and compiled, which a driver that is killed must not lose.
+        # With learners the first round is saved at once: joining and compiling took long, and a
+        # driver that is killed should not begin anew.
         is_first = index == 1 and settings.engine.kind != "local"
         is_due = every is not None and index % every == 0
         if last or is_first or save_by_clock or is_due:
@@ -341,32 +375,45 @@ class Checkpoints:
             self.end(state)
 
     def end(self, state: State, *, within: bool = False) -> NoReturn:
-        """Save a state unless it has been saved, and raise Preempted.
+        """Save a state unless it has been saved, write the `end` line, and raise Preempted.
 
-        `within`: the next round has begun, which may have taken the state's arrays.
+        `within`: the signal came within the next round, whose programs may have taken (donated) the
+        memory of the state's arrays. Then nothing is saved, and the last checkpoint counts. Raises
+        ResourceError if a save failed.
         """
         index = state.control.round
         folder = self.saver.folder
         self.saver.wait()
+        # A donated array is deleted.
         is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.ensemble))
+        # Round 0 has nothing to save: a run that is resumed without a checkpoint begins again.
         if index and is_whole and index not in checkpoint.list_rounds(folder):
             self._save(state)
         self.saver.wait()
         self.recorder.write_end(state.control, "preempted")
-        when = f"within round {index + 1}" if within else f"after round {index}"
+        when = f"after round {index}"
+        if within:
+            when = f"within round {index + 1}"
         raise Preempted(f"{folder.parent}: stopped by a signal {when}; {checkpoint.last(folder)}")
 
     def _is_time(self) -> bool:
-        """Whether process 0 should save by the clock; raises the error of a save that failed."""
+        """Whether this is process 0, and a save is due by the clock (`checkpoint.every_s`).
+
+        Raises ResourceError if the last save has failed.
+        """
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
     def _save(self, state: State) -> None:
-        """Begin to save a state, with the held-out loss if this was measured after its round."""
+        """Begin to save a state, with the held-out loss if this was measured after its round.
+
+        Raises ResourceError if the last save failed or this one cannot begin.
+        """
         recorder = self.recorder
         index = state.control.round
         self._last_save_s = time.perf_counter()
+        # Before the learners are asked for what they hold, which is in vain if the disk is full.
         self.saver.wait()
         loss = None
         if recorder.evaluated_round == index and np.isfinite(recorder.loss):
@@ -400,8 +447,14 @@ def write_start(
 ) -> None:
     """Write the `start` line, and a `fault` line for each damaged checkpoint and failure.
 
-    `start_s` are the seconds of this process until here, `stall_s` those of them that it waited
-    for compilation.
+    Args:
+      run: What the attempts share.
+      ledger: The open ledger.
+      control: The host's data about the run before its next round.
+      damage: A line on each damaged checkpoint.
+      faults: Of failures of earlier attempts, the fields of their lines.
+      start_s: Seconds of this process until here.
+      stall_s: Those of them that it waited for compilation.
     """
     settings = run.settings
     spec = run.spec
