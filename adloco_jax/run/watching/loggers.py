@@ -1,7 +1,9 @@
 """Send the ledger's lines to TensorBoard and Weights & Biases (off by default).
 
-They are third-party, use disks and networks, and are called between rounds. One that raises an
-error, or is not installed, is dropped, with a line and a `fault`; the run goes on.
+Such trackers are third-party, use disks and networks, and are called between rounds. One that
+raises an error, or is not installed, is dropped: it is closed and used no more, with a line on the
+terminal and a `fault` line in the ledger; the run goes on. A line of the ledger is a dict with its
+kind under `event`; the `start` line says that a process begins or resumes the run.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ def scalars(event: dict) -> dict[str, float]:
     trainer = event.get("trainer")
     if kind not in _AS_NUMBERS:
         return {}
-    if trainer is None:
+    if trainer is None:  # of a line on the whole run, such as its memory
         who = kind
     elif trainer == "consensus":
         who = "consensus"
@@ -44,6 +46,7 @@ def scalars(event: dict) -> dict[str, float]:
         named[f"tokens_per_s/{who}"] = event["tokens"] / event["step_s"]
     for device, peak in enumerate(event.get("device_peak_bytes", ())):
         named[f"device_peak_bytes/{device}"] = peak
+    # Left out are null (not finite, or not measured), texts and lists.
     return {name: value for name, value in named.items() if isinstance(value, int | float)}
 
 
@@ -69,6 +72,7 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
     folder = str(workdir / "tensorboard")
     # The history is sent again because a killed process may have lost the last part of its file.
+    # `purge_step=0` hides what older files have from step 0 on; each 10 s what came is written.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event: dict) -> None:
@@ -106,8 +110,9 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         config=newest_start["config"],
         dir=str(workdir),
         resume="allow",
-        settings=wandb.Settings(console="off"),
+        settings=wandb.Settings(console="off"),  # the terminal's lines are not sent
     ) as run:
+        # The axes of the charts: losses within a round by update, all else by round.
         run.define_metric("*", step_metric="round")
         run.define_metric("train_loss_by_update/*", step_metric="updates")
         first_step = run.step  # number of rows that W&B has already
@@ -158,7 +163,7 @@ class Trackers:
           history: Lines of the ledger that earlier processes wrote, which are sent again.
           on_fault: Called when a tracker is dropped, with its name, the round and the cause.
         """
-        # A user's own entry of `LOGGERS` has no option, and is always used.
+        # A user's own entry of `LOGGERS` has no option in `log`, and is always used.
         self._names = [name for name in LOGGERS if getattr(log, name, True)]
         self._workdir = workdir
         self._history = history
@@ -199,7 +204,10 @@ class Trackers:
 
     @contextlib.contextmanager
     def _dropped_if_it_raises(self, name: str, at_round: int) -> Iterator[None]:
-        """Close a tracker that raises an error in the `with` block, and use it no more."""
+        """Close a tracker that raises an error in the `with` block, and use it no more.
+
+        `name` is that of the tracker. The error is told to `on_fault` and does not leave the block.
+        """
         try:
             yield
         # Deliberately broad: third-party code may raise anything, and must not stop training.
@@ -208,6 +216,6 @@ class Trackers:
             self._sends.pop(name, None)
             stack = self._stacks.pop(name, None)
             if stack is not None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # one that is broken may not close either
                     stack.close()
             self._on_fault(name, at_round, cause)

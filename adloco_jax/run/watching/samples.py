@@ -1,4 +1,8 @@
-"""Continue a held-out text with a model, to see what it writes."""
+"""Continue a held-out text with a model, to see what it writes.
+
+A row is a sequence of tokens of the run's length, with the beginning of a document or with several
+documents; a row of chats has weights, which are above zero at the tokens of answers.
+"""
 
 from collections.abc import Callable
 
@@ -23,9 +27,9 @@ _MOST_CHARACTERS = 16  # of a token, more than a tokenizer has
 def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     """Make a function that continues the first held-out text with a model.
 
-    The function is given parameters, and frozen weights or None. It returns the beginning of the
-    text and what the model writes after it. A chat is continued after its first question, another
-    text from the middle of its row on.
+    The function is given parameters, and the frozen weights of a model with an adapter, or None. It
+    returns the beginning of the text and what the model writes after it. A chat is continued after
+    its first question, another text from the middle of its row on.
 
     Returns None if `eval.sample_tokens` is 0 or the caller of `fit` has given the model. Raises
     ConfigError if the model is no decoder.
@@ -44,16 +48,17 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
         raise ConfigError(
             f"eval.sample_tokens = {count}: a {type(network).__name__} writes no text; set 0"
         )
-    assert isinstance(corpus, Corpus)
+    assert isinstance(corpus, Corpus), "of text, as the model writes text and `fit` did not make it"
     tokenizer = corpus.tokenizer
     rows = as_row_batch(run.heldout.report_rows)
     row = rows.tokens[0]
     prompt_end = length // 2  # position in the row
-    stops = []  # ids at which the model ends what it writes
+    stops = []  # ids at which the model ends what it writes; none: it writes all `count` tokens
     if rows.weights is not None:  # chats: tokens of answers alone have a weight
         answers = np.flatnonzero(rows.weights[0])
-        prompt_end = int(answers[0])
+        prompt_end = int(answers[0])  # where the first answer begins
         stops = sorted({*tokenizer.ends, *tokenizer.turn_end})
+    # So that prompt and text together fit the model, and the prompt has a token at least.
     prompt_end = max(1, min(prompt_end, settings.model.max_length - count))
     prompt_start = 0  # a row may have several documents: where that of the prompt begins
     if rows.starts is not None:
@@ -69,14 +74,14 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
             prompt_1L,
             num_tokens=count,
             temperature=0.8,  # as `adloco generate` by default
-            key=jax.random.key(0),
+            key=jax.random.key(0),  # always the same, so that samples of a run compare
             ends=stops,
             base=base,
         )
         (tokens,) = fetch(written)  # of the only row: the prompt, and what follows
         prompt = tokens[:prompt_length]
         new = tokens[prompt_length:]
-        ends = np.flatnonzero(np.isin(new, stops))
+        ends = np.flatnonzero(np.isin(new, stops))  # what follows the first is no text
         if ends.size:
             new = new[: ends[0]]
         return _as_text(prompt, tokenizer), _as_text(new, tokenizer)

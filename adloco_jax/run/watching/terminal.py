@@ -1,4 +1,8 @@
-"""Write the terminal output of a run: lines about rounds and events, above a progress bar."""
+"""Write the terminal output of a run: lines about rounds and events, above a progress bar.
+
+The bar is drawn only on a terminal, not in a file of output. A learner is another process that
+trains workers; a worker's round counts if its result came in time and was used.
+"""
 
 import sys
 import time
@@ -58,22 +62,27 @@ class Progress:
                 total=1.0,
                 file=self._file,
                 bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}",
-                dynamic_ncols=True,
+                dynamic_ncols=True,  # as wide as the terminal is now
+                # Each update is drawn: `call` limits how often they come.
                 mininterval=0.0,
                 miniters=0,
             )
         self.begin(0.0)
 
     def begin(self, share_done: float, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Start the clock of the time left.
+        """Start the clock of the time left, and move the bar to what is done.
 
-        `share_done` is the share of the run that earlier processes completed. `stalled_s` returns
-        the seconds that this process has waited for compilation, which the clock leaves out.
+        Called again just before the first round, so that making the run ready does not count.
+
+        Args:
+          share_done: The share of the run that earlier processes completed.
+          stalled_s: Returns the seconds that this process has waited for compilation so far, which
+            the clock leaves out.
         """
         self._stalled_s = stalled_s
         self._first_share = share_done
         self._begin_s = time.perf_counter() - stalled_s()
-        self._draw(min(share_done, 1.0))
+        self._draw(min(share_done, 1.0))  # more is done if the last round went beyond the tokens
 
     def _left(self, share: float) -> str:
         """Return words on the time that is left, at the mean pace since `begin`.
@@ -81,7 +90,7 @@ class Progress:
         `share` is the share of the run that is done.
         """
         seconds = time.perf_counter() - self._stalled_s() - self._begin_s
-        done = max(share - self._first_share, 1e-9)  # never zero
+        done = max(share - self._first_share, 1e-9)  # since `begin`; never divided by zero
         left_s = (1 - share) * seconds / done
         return f"{tqdm.format_interval(left_s)} left"
 
@@ -97,7 +106,7 @@ class Progress:
         self._next_call_s = now_s + _BETWEEN_CALLS_S
         share = min(share_done, 1.0)
         finite = np.asarray(losses)[np.isfinite(losses)]
-        loss = np.nan
+        loss = np.nan  # all were skipped
         if finite.size:
             loss = np.mean(finite)
         self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
@@ -118,10 +127,10 @@ class Progress:
             return
         self._shown.update(words)
         text = ", ".join(shown for shown in self._shown.values() if shown)
-        # The bar is drawn once: here if it does not move.
+        # The bar is drawn once: here if it does not move, else by `update`.
         self._bar.set_postfix_str(text, refresh=share is None)
         if share is not None:
-            self._bar.update(share - self._bar.n)
+            self._bar.update(share - self._bar.n)  # tqdm adds to `n`, where the bar stands
 
     def note(self, line: str) -> None:
         """Write a line to the terminal, above the progress bar if one is shown."""
@@ -133,7 +142,8 @@ class Progress:
     def round(self, index: int, share_done: float, text: str, speed: str = "") -> None:
         """Move the bar after a round (from 1), and write a line about it if one is due.
 
-        `share_done` is the share of the run that is done, `text` and `speed` are words of the line.
+        A line is due every so many rounds, and after the last. `share_done` is the share of the run
+        that is done, `text` and `speed` are words of the line.
         """
         share = min(share_done, 1.0)
         left = self._left(share)
@@ -166,14 +176,17 @@ def describe_round(
 ) -> str:
     """Describe a finished round: loss, trainers, workers that counted, batch x accumulation.
 
+    "trainers 4->3" says that one has left; "8/16 (2 missing)", that of 16 workers 8 counted and
+    2 more did not; "8x2", micro-batches of 8 sequences, two of which make an update.
+
     Args:
-      lines: Of the ledger, the trainers' `round` lines.
+      lines: The trainers' newest `round` lines of the ledger.
       heldout: The last held-out loss; NaN: none was measured.
       num_trainers: Trainers that are left after the round.
       pool: Workers of the run, once all have started.
     """
     finite = [line["train_loss"] for line in lines if np.isfinite(line["train_loss"])]
-    mean = np.nan
+    mean = np.nan  # of a round in which all updates were skipped
     if finite:
         mean = np.mean(finite)
     loss = f"loss {mean:.4g}"
@@ -203,10 +216,11 @@ def describe_round(
 def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) -> list[str]:
     """Describe in up to two lines why a trainer grows or not, and its skipped updates.
 
-    `line` is the trainer's `round` line of the ledger, `decision` what it requests next. No lines
-    if nothing changes.
+    A batch-size test measures gradients at the start of a round, and asks for a batch that is as
+    large as their noise pays for. `line` is the trainer's `round` line of the ledger, `decision`
+    what the trainer requests next. No lines if nothing changes.
     """
-    requested = f"the test asks for {decision.test_value or 0.0:.1f}"
+    requested = f"the test asks for {decision.test_value or 0.0:.1f}"  # unused without a value
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
     elif decision.size.batch_size >= batching.batch_cap:
@@ -252,6 +266,7 @@ def describe_change(change: dict) -> str:
     if template is None:
         return ""
     words = dict(change)  # the fields that the templates name, and three more
+    # A refused merge has an `action`, a growth a `reason`; other changes need no reason.
     reason = change.get("action", change.get("reason", ""))
     words["why"] = change.get("why", _WHY.get(reason, ""))
     words["listed"] = ", ".join(map(str, change.get("members", ())))
