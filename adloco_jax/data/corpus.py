@@ -2,8 +2,10 @@
 
 Of a row's L+1 tokens, the first is only an input and the last only a target. L is
 `data.sequence_length`. The text is what `data.path` or `data.source` names: files, or a data set on
-the hub. A *request* is a dict of plain JSON with all settings that determine the rows; rows that
-were made before are found by it in the user's cache. `where` is a "key=value" for messages.
+the hub. A *part* is one of its files. Held-out text is *separate* if the config names files or a
+split for it. A *labelled* text has a class, and a row of its own. A *request* is a dict of plain
+JSON with all settings that determine the rows; rows that were made before are found by it in the
+user's cache. A *manifest* describes rows that were made. `where` is a "key=value" for messages.
 """
 
 import contextlib
@@ -124,7 +126,8 @@ class Corpus:
     def _describe_text(self) -> str:
         """Return the words for which text was read, and how many documents or chats it has."""
         manifest = self.manifest
-        # Records without bytes are of the hub's data sets, and of sources that read no file.
+        # Records without bytes are of the hub's data sets, and of sources that read no file. Their
+        # names say what was read. The last is of the text to train on, which is read last.
         num_files = sum(1 for record in manifest.files if record.bytes is not None)
         read = counted(num_files, "file") if num_files else manifest.files[-1].name
         kind = "chat" if manifest.loss else "document"  # only chats have a `loss`
@@ -150,7 +153,7 @@ class Corpus:
             kind = "chats" if manifest.loss else "texts"
             text += f", {manifest.truncated} of the {kind} cut"
         if isinstance(rows, DocumentRows) and isinstance(heldout_rows, DocumentRows):
-            if manifest.loss:
+            if manifest.loss:  # the rows are chats
                 of_answers = " of answers" if manifest.loss == "answers" else ""
                 text += f"; {rows.num_answer_tokens:,} and {heldout_rows.num_answer_tokens:,}"
                 text += f" tokens{of_answers} count"
@@ -169,7 +172,8 @@ class Corpus:
         """Return a warning, on a new line, if most chats are left out; else an empty text."""
         manifest = self.manifest
         left_out = manifest.dropped + manifest.rejected + manifest.bad
-        total = sum(manifest.documents) + manifest.copies + left_out
+        in_rows = sum(manifest.documents)  # to train on, and held out
+        total = in_rows + manifest.copies + left_out
         if 2 * left_out <= total:
             return ""
         line = f"\nwarning: {left_out} of {total} chats are left out"
@@ -210,13 +214,16 @@ class Corpus:
 
 
 def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
-    """Return `Corpus.fingerprint` of the `num_rows` training rows that a manifest describes."""
+    """Return `Corpus.fingerprint` of the `num_rows` training rows that a manifest describes.
+
+    `Manifest.fingerprint` is the tokenizer's, and `hashes` are those of the files of rows.
+    """
     parts = manifest.fingerprint, num_rows, *manifest.hashes
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
 
 def _by_class(rows: np.ndarray | DocumentRows) -> str:
-    """Return the words for how many labelled rows each class has."""
+    """Return the words for how many labelled rows each class has: " (5, 7 by class)"."""
     counts = np.bincount(np.asarray(rows)[:, 0])  # a labelled row begins with its class
     return f" ({', '.join(map(str, counts))} by class)"
 
@@ -259,9 +266,11 @@ def load_corpus(
       The corpus, memory-mapped, in the smallest type that holds the ids.
 
     Raises:
-      ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
+      ConfigError: If keys contradict one another, the model lacks ids of the tokenizer, chats need
+        a template and there is none, the hub has no such data set, or a server refuses access.
       DataError: If files are missing or damaged, or hold too little text.
-      ResourceError: If the hub does not answer.
+      ResourceError: If a server does not answer; if it is the hub, only if no rows of the data set
+        were made before.
     """
     data = settings.data
     where = _where_of(data)
@@ -269,7 +278,8 @@ def load_corpus(
 
     def job_of(commit: str) -> Job:
         """Return the job that makes rows of a commit; if it is empty, the hub is asked for one."""
-        # Of a held-out split only as many rows are made as a run evaluates on.
+        # Of a held-out split only as many rows are made as a run evaluates on: guard rows, by which
+        # merges are judged, and those of the reported losses.
         return make_job(
             data,
             tokenizer,
@@ -290,7 +300,7 @@ def load_corpus(
 
         prepared_rows = _find_rows(differs_in_commit_only)
         if prepared_rows is None:
-            raise
+            raise  # that the hub does not answer
         note(f"{where}: the hub does not answer; using the rows made last")
     else:
         prepared_rows = _prepare_rows(job, note)
@@ -323,6 +333,7 @@ def _prepare_rows(job: Job, note: Note) -> PreparedRows:
 
     If the cache cannot be written, rows are made in a folder that is deleted at once. So they are
     if the source has no version: then it is not known whether it would yield the same text again.
+    Raises ConfigError, DataError or ResourceError if the text cannot be read or is too little.
     """
     if DATA_SOURCES[job.data.source].version is not None:
         try:
@@ -345,7 +356,7 @@ def _prepare_rows(job: Job, note: Note) -> PreparedRows:
 
 
 def _where_of(data: DataSettings) -> str:
-    """Return the "key=value" that names the text."""
+    """Return the "key=value" of the config that names the text."""
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
@@ -353,14 +364,19 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     """Find the files of the text.
 
     Returns whether the text is a data set on the hub; the files of the text; and those of separate
-    held-out text. Files are in reading order, by their names (`files.find`). There are none on the
-    hub, or if the source of the text needs no path.
+    held-out text. Files are in reading order, by their names: paths relative to the folder. There
+    are none on the hub, or if the source of the text needs no path.
 
-    Raises ConfigError if keys contradict one another, or a file is in both.
+    Raises:
+      ConfigError: If keys contradict one another, a file is in both, an address cannot be used, or
+        a server refuses access.
+      DataError: If a path or an address leads to no file.
+      hub.Unreachable: If a server does not answer.
     """
     source = DATA_SOURCES[data.source]
     where = _where_of(data)
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
+    # Keys for files have no use on the hub, and the hub's keys none with files.
     if on_hub:
         has_wrong_keys = bool(data.heldout_path)
     else:
@@ -377,7 +393,7 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     heldout: dict[str, File] = {}
     if data.heldout_path:
         heldout = find(data.heldout_path, key="data.heldout_path")
-    if "dataset_dict.json" in files:
+    if "dataset_dict.json" in files:  # the library `datasets` saved it
         raise ConfigError(
             f"{where}: a saved data set of several splits; name the folder of one split"
         )
@@ -411,8 +427,10 @@ def source_of(path: str) -> str:
     """Return the `data.source` that reads a path, by its files' endings; hf for a name on the hub.
 
     Raises:
-      ConfigError: If the files are of several kinds.
+      ConfigError: If the files are of several kinds, the path is an address that cannot be used, or
+        a server refuses access.
       DataError: If the path leads to no file and is not the name of a data set.
+      hub.Unreachable: If the server of an address does not answer.
     """
     if is_on_hub(path, key="data.path"):
         return "hf"
@@ -434,8 +452,9 @@ def source_of(path: str) -> str:
 def column_of_texts(data: DataSettings) -> str:
     """Return the `data.text_column` that fits the columns of a text's first row.
 
-    It is the first of `CHATS` whose columns are there, else "text"; "text" also if no row can be
-    read. If the hub does not answer, it is the column of which rows were made last.
+    It is the first of `CHATS`, the usual names of columns of chats, whose columns are there; else
+    "text". It is "text" also if no row can be read. If the hub does not answer, it is the column
+    from which rows of this data set were made last.
     """
     source = DATA_SOURCES.get(data.source)
     if source is None or "text_column" not in source.needs:
@@ -457,7 +476,8 @@ def column_of_texts(data: DataSettings) -> str:
     except UserError:  # `load_corpus` reads the text again, and raises what is wrong with it
         return "text"
     for name in CHATS:
-        if {*name.split("+")} <= {*columns}:  # a plus joins two columns of a chat
+        # Some names join two columns of a chat by a plus, as prompt+completion.
+        if {*name.split("+")} <= {*columns}:
             return name
     return "text"
 
@@ -486,25 +506,25 @@ def make_job(
 ) -> Job:
     """Return the job that makes the rows of a text, with all settings that determine the rows.
 
-    The text is found, and read by `Job.parts` later.
+    The text is found, but read only later, by the function `Job.parts`.
 
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
-      num_classes: As in `load_corpus`.
+      num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
       num_heldout_rows: Upper limit of rows from an unlabelled held-out split on the hub. None: all.
-      commit: As in `load_corpus`.
+      commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
 
     Raises:
-      ConfigError: If keys contradict one another, a file is both trained on and held out, or the
-        hub has no such data set.
+      ConfigError: If keys contradict one another, a file is both trained on and held out, the hub
+        has no such data set, or a server refuses access.
       DataError: If a path leads to no file.
-      ResourceError: If a server does not answer; `Unreachable` if it is the hub.
+      hub.Unreachable: If the hub or another server does not answer.
     """
     source = DATA_SOURCES[data.source]
     where = _where_of(data)
     heldout_where = f"data.heldout_path={data.heldout_path}" if data.heldout_path else where
-    if num_classes is None:
+    if num_classes is None:  # no class is read, so that this column does not determine the rows
         data = data.model_copy(update={"label_column": ""})
     on_hub, files, heldout_files = _find_text(data)
 
@@ -516,7 +536,7 @@ def make_job(
             where_revision = f"{where}, data.revision={data.revision}"
             commit = hub.commit_of(data.path, data.revision, where=where_revision)
     date = ""
-    if data.is_chat and tokenizer.reads("strftime_now"):
+    if data.is_chat and tokenizer.reads("strftime_now"):  # the template writes today's date
         date = data.date or datetime.date.today().isoformat()
     data = data.model_copy(update={"date": date})
     heldout_limit = None
@@ -548,6 +568,7 @@ def make_job(
         "date": date,
         "num_heldout_rows": heldout_limit or 0,
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
+        # Without files, the text is that of Python's library, or of a user's function.
         "python": "" if files or on_hub else _python_identity(),
     }
     num_texts = sum(1 for _, size, *_ in identities if size != 0)  # empty files are no text
@@ -558,9 +579,10 @@ def make_job(
         return sources.hub_parts(data, split, commit, where=where)
 
     def read_file(path: Any) -> Iterable[Row]:
-        """Yield the rows of a file of this machine: those of the source, or the file's two ends.
+        """Yield the rows of a file of this machine, as the source does.
 
-        `path` is None for a source that reads no file.
+        A text that is a single document gives two: its beginning to train on, and its end to hold
+        out. `path` is None for a source that reads no file.
         """
         if cuts:
             return _cut_file(path, data)
@@ -599,7 +621,10 @@ def _python_identity() -> str:
 
 
 def _cut_file(file: Path, data: DataSettings) -> Iterator[str]:
-    """Yield the beginning of a text file, to train on, and its end, to hold out; none if empty."""
+    """Yield the beginning of a text file, to train on, and its end, to hold out; none if empty.
+
+    Raises DataError if the file cannot be read, or has no line break to cut at.
+    """
     text = sources.read_text(file)
     if text:
         yield from sources.cut_in_two(text, where=_where_of(data), heldout_frac=data.heldout_frac)

@@ -6,6 +6,10 @@ it. Labelled texts become one row `[label, number of tokens, tokens...]` each. L
 `data.sequence_length`.
 
 A *side* is training text or held-out text. A *part* is a file of text, or of a data set on the hub.
+Held-out text is *separate* if the config names files or a split for it; else some documents of the
+text are held out. A token *counts* if the model is trained to predict it; of a chat only some do. A
+*bad* row of a file has no proper text, and up to `data.skip_bad` of them are let pass.
+
 The text is read part by part into a `_TokenisedText`, `_split` chooses the sides' documents, and
 `_write_folder` writes rows. Axes of arrays: N all documents, D the documents of one side.
 """
@@ -63,8 +67,8 @@ class Job:
         parts of all other text.
       where: The settings that name training text and held-out text, as "key=value", for messages.
       heldout_limit: Upper limit of rows from separate held-out text. None: all of it is read.
-      cuts: Whether the text is a single document that `parts` yields in two, of which the second is
-        held out.
+      cuts: Whether the text is a single document, which its part yields as two, of which the second
+        is held out.
     """
 
     data: DataSettings
@@ -79,9 +83,10 @@ class Job:
     def documents(self, part: Part, path: File | None, where: str) -> Iterator[Document]:
         """Yield the documents of a part, in reading order.
 
-        `path` is the part's file on this machine, None if it has none. `where` is the setting that
-        names the text, for messages. Raises DataError for a bad row, unless `data.skip_bad` lets it
-        pass as a document with a `fault`.
+        `path` is the part's file on this machine, None if it has none. `where` is the "key=value"
+        of the config that names the text, for messages. Raises DataError if a file is damaged, or
+        for a bad row; with `data.skip_bad` a bad row is a document with a `fault` instead. Raises
+        ConfigError if chats need a template, and there is none.
         """
         return sources.documents_of(
             part.read(path),
@@ -99,9 +104,11 @@ class Job:
     def labelled_lengths(self, about: np.ndarray) -> np.ndarray:
         """Return the length of labelled texts in tokens, uncut, with prefix and suffix: int64 [N].
 
-        `about` describes the texts, in the type `_DOCUMENT`.
+        Prefix and suffix are the tokens that the tokenizer puts around each text. `about` describes
+        the texts, in the type `_DOCUMENT`.
         """
-        text = np.maximum(about["length"] - 1, 0)  # without the end-of-text token of packed text
+        # Without the end-of-text token, which only packed text needs. A bad row has not even that.
+        text = np.maximum(about["length"] - 1, 0)
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 
     @property
@@ -120,8 +127,10 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
     called with each line to show to the user.
 
     Raises:
-      ConfigError: If the finished folder was made for other settings, or contains other files.
-      DataError: If text is missing or damaged, or there is too little text.
+      ConfigError: If the finished folder was made for other settings, or contains other files; if
+        chats need a template, and there is none.
+      DataError: If text is missing or damaged, or there is too little text; if the description in a
+        finished folder is damaged.
       OSError: If the folder cannot be written.
     """
     manifest = _finished(folder, job.request)
@@ -135,8 +144,9 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
         note(f"waiting for another process that prepares the same rows ({folder})")
         held = lock.acquire()
     with held:  # the lock is released at the end
-        manifest = _finished(folder, job.request)
+        manifest = _finished(folder, job.request)  # another process may have made it meanwhile
         if manifest is None:
+            # The file of tokens may be large, so it is on the disk of the rows. It has no name.
             with replaced_folder(folder) as partial, tempfile.TemporaryFile(dir=partial) as file:
                 text = _TokenisedText(file)
                 _tokenise(job, text, partial / "copy", note)
@@ -148,7 +158,8 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
 def _finished(folder: Path, request: dict) -> Manifest | None:
     """Return the description of a finished folder; None if the folder is missing or empty.
 
-    Raises ConfigError if the folder has something else, or rows of another request.
+    `request` has the settings that determine the rows. Raises ConfigError if the folder has
+    something else, or rows of another request, and DataError if its description is damaged.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
@@ -157,7 +168,8 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
         raise ConfigError(f"{folder}: has other files; {refusal}")
     manifest = prepared.read_prepared(folder)
     made_with = manifest.request
-    keys = [key for key in made_with | request if made_with.get(key) != request.get(key)]
+    all_keys = made_with | request  # another version may have other keys
+    keys = [key for key in all_keys if made_with.get(key) != request.get(key)]
     if keys:
         raise ConfigError(
             f"{folder}: was made with another setting of {', '.join(keys)}; {refusal}"
@@ -240,7 +252,7 @@ def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], 
     """Read all text that is needed, and add its documents to `text`.
 
     `copy` is the path of a folder that is made for the copy of a remote file. Raises DataError if a
-    side that has parts has no document.
+    side that has parts has no document, a file is damaged, or there are too many bad rows.
     """
     heldout_parts, other_parts = job.parts()
     start_s = time.monotonic()
@@ -252,11 +264,12 @@ def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], 
         nonlocal num_documents, next_note_s
         num_documents += 1
         passed_s = time.monotonic() - start_s
-        if bar.disable and passed_s >= next_note_s:
+        if bar.disable and passed_s >= next_note_s:  # no bar is shown
             next_note_s = 2 * passed_s  # more and more rarely
             note(f"preparing rows: {counted(num_documents, 'document')} read in {passed_s:.0f} s")
 
-    # `disable=None` disables the bar where there is no terminal.
+    # `disable=None` disables the bar where there is no terminal. Separate held-out text is read
+    # first, as `_is_enough` expects.
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         for side, parts in ((_HELDOUT, heldout_parts), (_TRAIN, other_parts)):
             _tokenise_side(job, text, parts, side=side, copy=copy, bar=bar, count=count)
@@ -279,14 +292,15 @@ def _tokenise_side(
     bar: tqdm,
     count: Callable[[], None],
 ) -> None:
-    """Read parts in order until they have enough text, and add their documents to `text`.
+    """Read the parts of a side in order until there is enough text, and add their documents.
 
     Documents of about `CHUNK_CHARS` characters are collected, tokenised together and added. Whether
     there is enough is asked after each of these chunks.
 
     Args:
       job: What to prepare.
-      text: The documents so far. The records of the files that are read are added too.
+      text: Gets the documents, and a record of each file that is read. It has those of the side
+        that was read before.
       parts: The parts of separate held-out text, or of all other text.
       side: `_HELDOUT` for separate held-out text, else `_TRAIN`.
       copy: Path of a folder that is made for the copy of a remote file.
@@ -321,7 +335,7 @@ def _tokenise_side(
                 count()
                 if document.fault:
                     text.num_bad += 1
-                if text.num_bad > job.data.skip_bad:  # the number of bad rows that may be skipped
+                if text.num_bad > job.data.skip_bad:  # the number of bad rows that may pass
                     why = f"row {text.num_bad} that is bad, and data.skip_bad={job.data.skip_bad}"
                     raise DataError(f"{document.fault}; {why}")
 
@@ -347,7 +361,8 @@ def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
     """Return whether the rest of a side need not be read: its documents fill the wanted rows.
 
     Separate held-out text (`side` is `_HELDOUT`) is read first, so that `text` has nothing else
-    then. Of training text there must be enough after documents are held out, and enough of these.
+    then. Of all other text (`_TRAIN`) there must be enough to train on after documents are held
+    out, and enough held out.
     """
     if job.num_classes is not None:
         return False  # labelled texts are all read, and then drawn at random
@@ -361,7 +376,7 @@ def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
     if text.num_tokens < needed:
         return False
     if side == _HELDOUT:
-        return True
+        return True  # all of it is held out
 
     # So many tokens may be too few, because some are held out, and copies of these are left out.
     about = text.about
@@ -374,9 +389,10 @@ def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
 def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokenise documents; return the tokens to keep, joined, and a description of each document.
 
-    The first result has the type `_TOKEN`, the second `_DOCUMENT`. A chat is cut to the length of a
-    row, and to nothing if then no token counts. Raises DataError if the tokenizer gives an id that
-    is not below its `vocab_size`.
+    The first result has the type `_TOKEN`, the second `_DOCUMENT`. A chat, which was tokenised when
+    it was read, is cut to the length of a row, and to nothing if then no token counts. `side` is
+    `_HELDOUT` or `_TRAIN`. Raises DataError if the tokenizer gives an id that is not below its
+    `vocab_size`.
     """
     encoder = job.encoder
     texts = [document.text for document in documents]
@@ -391,7 +407,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
         for index, (text, chat) in enumerate(zip(texts, answers, strict=True)):
             mark = chats.tokens_in_spans(chat.offsets, chat.spans)[: job.row_length]
             if not mark.any():
-                mark = mark[:0]
+                mark = mark[:0]  # nothing to learn: the chat is left out
             piece = chat.ids[: len(mark)]
             if len(piece):
                 is_cut = len(piece) < len(chat.ids)
@@ -399,6 +415,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
                 if is_cut:
                     limit = int(chat.offsets[len(piece) - 1, 1])  # behind the last kept token
                 about["cut"][index] = is_cut
+                # Of the parts that count, up to the cut, without ends of text.
                 about["num_bytes"][index] = chats.num_bytes(text, chat.contents, limit)
             pieces.append(piece)
             marks.append(mark)
@@ -411,7 +428,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
         marks = [np.ones(len(piece), bool) for piece in pieces]
         about["num_bytes"] = [len(text.encode()) for text in texts]
 
-    # Describe the documents.
+    # Describe the documents. Copies are found by a hash of all ids.
     for index, ids in enumerate(all_ids):
         digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8).digest()
         about["digest"][index] = int.from_bytes(digest, "little")
@@ -480,7 +497,7 @@ def _split(job: Job, about: np.ndarray) -> _Masks:
     if job.cuts and not has_own_heldout:
         heldout = np.arange(len(about)) == 1  # the second of the two parts of the document
     elif not has_own_heldout:
-        for label in np.unique(about["label"]):
+        for label in np.unique(about["label"]):  # only 0 if texts have no classes
             of_label = np.flatnonzero((about["label"] == label) & has_tokens)
             heldout[of_label] = is_heldout(len(of_label), job.data.heldout_frac)
     is_new = ~np.isin(about["digest"], about["digest"][heldout])  # no copy of a held-out one
@@ -493,7 +510,7 @@ def _split(job: Job, about: np.ndarray) -> _Masks:
 def _write_folder(job: Job, text: _TokenisedText, folder: Path) -> Manifest:
     """Write rows of all documents into a folder that exists, and their manifest, which is returned.
 
-    Raises DataError if a side has too few rows.
+    Raises DataError if a side has too few rows, or no labelled text of some class.
     """
     encoder = job.encoder
     about = text.about
@@ -505,7 +522,7 @@ def _write_folder(job: Job, text: _TokenisedText, folder: Path) -> Manifest:
     rejected = int(about["rejected"].sum())
     dropped = int(is_empty.sum()) - text.num_bad - rejected
     num_used = masks.train.sum() + masks.heldout.sum()
-    copies = int((~is_empty).sum() - num_used)
+    copies = int((~is_empty).sum() - num_used)  # all others with tokens are on a side
 
     if is_packed:
         _write_packed(job, text, folder, masks)
@@ -535,7 +552,7 @@ def _write_folder(job: Job, text: _TokenisedText, folder: Path) -> Manifest:
         shapes=[list(array.shape) for array in arrays.values()],
         hashes=[file_sha256(folder / name) for name in names],
         documents=[num_documents(TRAIN), num_documents(HELDOUT)],
-        tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
+        tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),  # texts may be empty
         files=text.files,
         copies=copies,
         truncated=int(is_cut.sum()),
@@ -582,7 +599,11 @@ def _require_rows(
         left_out += " at most one row"
 
     def check(where: str, tokens: np.ndarray, use: str, mask: np.ndarray, need: int) -> None:
-        """Check that a side, of the documents in `mask`, has at least `need` rows of tokens."""
+        """Raise DataError if a side has fewer than `need` rows.
+
+        `where` names its text, `tokens` are its rows, `use` says what they are for, and `mask`
+        which documents are on it.
+        """
         if len(tokens) < need:
             raise DataError(
                 f"{where}: too little text: have {counted(len(tokens), 'row')} of"
@@ -615,7 +636,11 @@ class _PackedSide:
 
 
 def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -> None:
-    """Write both sides' rows of documents one after another, or of whole chats, into a folder."""
+    """Write both sides' rows of documents one after another, or of whole chats, into a folder.
+
+    `masks` says which documents are on each side. The files that are written are `TRAIN`'s and
+    `HELDOUT`'s, without `answers` if the documents are no chats.
+    """
     lengths_N = text.about["length"]
     train = _laid_out(
         job, lengths_N, masks.train, folder=folder, files=TRAIN, limit=job.data.num_sequences
@@ -653,7 +678,8 @@ def _laid_out(
       lengths_N: Number of tokens of each document.
       mask_N: Whether a document is on this side.
       folder: An existing folder.
-      files: Names of the side's files. That of starts is written here, the others are allocated.
+      files: Names of the side's files. That of starts is written here. The others are created, and
+        the caller writes the documents into them.
       limit: Upper limit of rows; documents behind it are left out. None: no limit.
     """
     width = job.row_length
@@ -662,7 +688,7 @@ def _laid_out(
     if job.data.is_chat:
         row_D, offset_D = pack(length_D, width)
         first_D = row_D * width + offset_D
-        num_rows = int(row_D.max(initial=-1)) + 1
+        num_rows = int(row_D.max(initial=-1)) + 1  # 0 if there is no chat
     else:
         first_D = np.cumsum(length_D) - length_D
         num_rows = int(length_D.sum()) // width
@@ -674,14 +700,15 @@ def _laid_out(
     ids = np.lib.format.open_memmap(folder / files.tokens, "w+", id_dtype, shape)
     if job.data.is_chat:
         counts = np.lib.format.open_memmap(folder / files.answers, "w+", np.bool_, shape)
-        # Padding is a document of its own, in which nothing counts.
+        # Padding is a document of its own, in which nothing counts. It begins where a chat ends,
+        # unless another chat begins there.
         ids[:] = job.encoder.eot_id
         starts = np.union1d(first_D, first_D + length_D)
     else:
         counts = None
         # A document begins with the end of text from which its first token is predicted.
         starts = np.maximum(first_D - 1, 0)
-    np.save(folder / files.starts, starts[starts < ids.size])
+    np.save(folder / files.starts, starts[starts < ids.size])  # others are behind the last row
 
     first_N = np.full(len(lengths_N), ids.size)  # behind the end: not on this side
     first_N[mask_N] = first_D
@@ -774,5 +801,6 @@ def _draw(rows: np.ndarray, limit: int) -> np.ndarray:
     The choice depends on the numbers of rows alone.
     """
     limit = min(limit, len(rows))
-    drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
+    same_key = np.zeros(1, np.uint64)  # so that no seed changes the choice
+    drawn = permute(np.arange(limit), num_items=len(rows), key=same_key)
     return rows[np.sort(drawn)]
