@@ -136,6 +136,7 @@ def adloco(
     """
 
     def decide(control: Control, stats: Stats, plans: Mapping[int, RoundPlan]):
+        """Choose the next sizes of the trainers that ran, by the configured test."""
         return with_batch_sizes(control, stats, settings, plans)  # 4.2, eq. 10-13
 
     while not is_over(state.control, settings):
@@ -178,10 +179,10 @@ _running_average = jax.jit(running_average, donate_argnums=0)
 def with_average(state: State, before: Control, average: float) -> State:
     """Update the running averages of the trainers that completed a round since `before`.
 
-    The new average of a trainer is `share` times the old average plus `1 - share` times the
-    trainer's parameters. The share is at most `average`; with `average=0` no averages are kept, and
-    `state` is returned as it is. In the first rounds the share is smaller, so that the average is
-    the plain mean of the rounds. The old averages are donated.
+    `before` is the host's data before that round. The new average of a trainer is `share` times the
+    old average plus `1 - share` times the trainer's parameters. The share is at most `average`. In
+    the first rounds it is smaller, so that the average is the plain mean of the rounds. The old
+    averages are donated. With `average=0` no averages are kept, and `state` is returned as it is.
     """
     if average == 0:
         return state
@@ -190,6 +191,7 @@ def with_average(state: State, before: Control, average: float) -> State:
     for position, m in enumerate(control.trainers):
         num_rounds = control.rounds_of(m)
         if num_rounds > before.rounds_of(m):
+            # With 1 - 1 / n in round n, the average is the mean of n rounds.
             share_M[position] = min(average, 1 - 1 / num_rounds)
     average_M = _running_average(ensemble.average_M, ensemble.params_M, share_M)
     return State(ensemble.replace(average_M=average_M), control)
@@ -271,7 +273,7 @@ def merge_trainers(
     """
     trainers = state.control.trainers
     state, changes = engine.flush(state, members)
-    if changes:
+    if changes:  # the flush has changed parameters
         losses = guard_losses(state, engine)
 
     # Try the merge on the guard rows.
@@ -279,7 +281,8 @@ def merge_trainers(
     before = [losses[m] for m in members]
     (after,) = engine.losses(state, [dict(zip(members, weights, strict=True))])
     barrier = after - float(np.average(before, weights=weights))
-    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier  # so is a NaN
+    # Written with `not`, so that a NaN is refused too.
+    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier
 
     num_joining = 0  # workers that receive the state of another trainer
     if not refused:
@@ -364,7 +367,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     merged = [changed.trainers[m] for m in members]
     representative = merged[0]
     if not refused:
-        largest = max(merged, key=lambda trainer: trainer.demand)
+        largest = max(merged, key=lambda trainer: trainer.demand)  # of equal ones the first
         representative.requested_batch_size = largest.requested_batch_size
         representative.round_length = largest.round_length
         representative.smoothing = _mean_smoothing([trainer.smoothing for trainer in merged])
@@ -419,10 +422,10 @@ def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
     Each new worker reads the data stream with the lowest number that no worker of the run has.
     """
     trainers = copy.deepcopy(control.trainers)
-    used = control.trainer_of
+    used = control.trainer_of  # its keys are the streams of all workers
     unused = (stream for stream in itertools.count() if stream not in used)
-    joining = num_workers - len(trainers[trainer].streams)
-    trainers[trainer].streams += itertools.islice(unused, joining)
+    num_joining = num_workers - len(trainers[trainer].streams)
+    trainers[trainer].streams += itertools.islice(unused, num_joining)
     return dataclasses.replace(control, trainers=trainers)
 
 

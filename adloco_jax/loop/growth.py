@@ -43,8 +43,14 @@ def with_batch_sizes(
 ) -> tuple[Control, list[Decision]]:
     """Decide the sizes that trainers request for their next rounds.
 
-    The round is already counted in `control`. `trainers` have completed one; those that were not
-    tested are missing in `stats`. The result has one decision for each, in their order.
+    Args:
+      control: The host's data, in which the round is already counted.
+      stats: By trainer id, what its workers measured; trainers that were not tested are missing.
+      settings: The settings of the run.
+      trainers: Ids of the trainers that have completed a round.
+
+    Returns:
+      A copy of `control` with the sizes, and one decision for each of `trainers`, in their order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings.batching)
@@ -55,7 +61,7 @@ def with_batch_sizes(
             trainer = control.trainers[m]
             now = control.size(m)
             request = _request(control, m, settings.batching)
-            if not measures:
+            if not measures:  # a schedule, which needs no statistics
                 size = now._replace(batch_size=int(request(None)))
                 decision = Decision(size, "kept" if size == now else "schedule")
             elif m not in stats:
@@ -146,7 +152,8 @@ def grown(
             if size.num_workers < needed:
                 break  # workers double again before anything else grows
         elif quantity == "rounds":
-            most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round
+            most_steps = inner.max_steps_per_round or inner.steps_per_round  # unset: no growth
+            most = most_steps // inner.steps_per_round
             most = min(most, limit // (size.num_workers * size.batch_size))
             needed = min(math.ceil(share / size.batch_size), most)
             size = size._replace(round_length=max(size.round_length, needed))
@@ -171,7 +178,7 @@ def _request(
     requested batch in sequences per worker, before limits and rounding; NaN if it is undefined.
     """
     trainer = control.trainers[trainer_id]
-    is_pooled = batching.scope == "trainer"
+    is_pooled = batching.scope == "trainer"  # the test is on the mean of all workers' gradients
     return functools.partial(
         BATCH_TESTS[batching.test].request,
         eta=batching.eta,
@@ -204,6 +211,11 @@ def _tested(
       free_workers: Number of workers that may join the trainer.
       batching: Smoothing, and the limits of growth.
       inner: The limits of the round length.
+
+    Returns:
+      The decision. Its reason is "degenerate" (a value is not finite, or there is no noise);
+      "no_signal" (the signal is not positive), or then "held" (the limit of growth without a signal
+      kept the size); "capped" (limits give less than was requested); "kept", "grew" or "shrank".
     """
     noise = float(stats.noise)
     signal = float(stats.signal)
@@ -211,7 +223,7 @@ def _tested(
         return Decision(now, "degenerate", noise, signal)
     # Use units that are equal for all tests. In float64 the sums do not overflow in these units.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
-    if batching.mode == "unbiased":
+    if batching.mode == "unbiased":  # mode "paper" uses this test's values alone
         decay = batching.smoothing
         old = trainer.smoothing or dict.fromkeys(sums, 0.0)
         # The averages start at zero and are too small by the factor 1 - decay^n. The factor is the
@@ -221,11 +233,13 @@ def _tested(
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
     value = float(request(smoothed))
 
+    # Without a positive signal the request is a guess: its growth is limited to a multiple of the
+    # size at the last positive signal.
     is_blind = smoothed.signal_sum <= 0
     if not is_blind or not trainer.measured_size:
         trainer.measured_size = now.total
     limit = batching.max_growth * now.total
-    is_held = False
+    is_held = False  # whether the limit for blind growth is the lower one
     if is_blind and batching.max_blind_growth is not None:
         blind_limit = max(batching.max_blind_growth * trainer.measured_size, now.total)
         is_held = blind_limit < limit

@@ -23,9 +23,14 @@ def is_over(control: Control, settings: Settings) -> bool:
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """Return the sizes of the next round, by trainer (None: all), as in section 4.4 of AdLoCo."""
+    """Return the sizes of the next round by trainer id, as in section 4.4 of AdLoCo.
+
+    `trainers` are the ids of the trainers that will run; None: all.
+    """
+    if trainers is None:
+        trainers = control.trainers
     plans = {}
-    for m in control.trainers if trainers is None else trainers:
+    for m in trainers:
         micro_batch_size, num_accum_steps = _micro_batches(
             control, m, settings.batching, settings.switch
         )
@@ -40,10 +45,12 @@ def round_plans(
 def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
     """Return the updates of a trainer's next round.
 
-    They are `steps_per_round` times the rule's factor and the trainer's round length, but no more
-    than the run's limit of tokens leaves.
+    They are `steps_per_round` times the rule's factor (of `ROUND_LENGTHS`) and the trainer's round
+    length, but no more than the run's limit of tokens leaves, and at least `steps_per_round`. They
+    are at most `max_steps_per_round`.
     """
-    inner, trainer = settings.inner, control.trainers[trainer_id]
+    inner = settings.inner
+    trainer = control.trainers[trainer_id]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
     rule = ROUND_LENGTHS[inner.round_length]
     wanted = rule(
@@ -55,7 +62,9 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
         round_index=control.rounds_of(trainer_id),
         share_done=settings.share_done(control.rounds_of(trainer_id), control.tokens_total),
     )
-    left = math.inf  # lengths are in multiples of steps_per_round
+
+    # All lengths below are in multiples of `steps_per_round`.
+    left = math.inf  # the length after which the run has its tokens
     if math.isfinite(settings.last_token):
         sequences = 0  # of one update of all workers
         for m, each in control.trainers.items():
@@ -67,7 +76,9 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
     factor = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     length = max(int(min(trainer.round_length * factor, left)), 1)
     steps = inner.steps_per_round * length
-    return min(steps, inner.max_steps_per_round or steps)
+    if inner.max_steps_per_round:
+        steps = min(steps, inner.max_steps_per_round)
+    return steps
 
 
 def _micro_batches(
@@ -84,7 +95,8 @@ def _micro_batches(
         multiplier=switch.multiplier,
         mode=switch.mode,
     )
-    bucket = min(n for n in (*batching.buckets, largest) if size <= n <= largest)
+    allowed = (*batching.buckets, largest)
+    bucket = min(n for n in allowed if size <= n <= largest)
     return bucket, accum
 
 
@@ -99,10 +111,12 @@ def learning_rate(
     """
     inner = settings.inner
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
+    # The fraction of the schedule that is done. A limit that is not set is infinite.
     horizon = max(settings.last_round * inner.steps_per_round - inner.warmup_updates, 1)
     by_updates = (updates - inner.warmup_updates) / horizon
     by_tokens = tokens / settings.last_token
     done = np.clip(np.maximum(by_updates, by_tokens), 0.0, 1.0)
+    # Where a curve is 1 the rate is whole, and where it is 0 the rate is the fraction `final`.
     curves = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
     final = inner.final_lr_frac
     return inner.learning_rate * warmup * (final + (1 - final) * curves[inner.schedule])
@@ -136,7 +150,12 @@ def least_test_sequences(batching: BatchingSettings) -> int:
 
 
 def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) -> int:
-    """Return on how many of its first sequences a worker measures gradients; 0 without a test."""
+    """Return on how many of its first sequences a worker measures gradients; 0 without a test.
+
+    `plan` is that of the worker's trainer, which has `num_workers`. The setting `test_batch_size`
+    is a number for all of them together; unset, it is a fraction of the round's sequences. The
+    result is 0 also if the round has too few sequences for the test.
+    """
     if BATCH_TESTS[batching.test].needs == "nothing":
         return 0
     least = least_test_sequences(batching)
