@@ -1,4 +1,9 @@
-"""Figures of one run over its rounds: its trainers, batches, tests and training."""
+"""Figures of one run over its rounds: its trainers, batches, tests and training.
+
+They are drawn from `round` and `merge` lines of the ledger, dicts: a `round` line tells of one
+trainer's round, a `merge` line which trainers became one. Positions in a figure are fractions of
+its width and height, so that it stretches with the page.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +14,16 @@ from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
 
-_MAX_BARS = 100  # bars of all lanes, so that a page of forty variants stays small
+_MAX_BARS = 100  # bars of all lanes together, so that a page stays small
+_LEAST_BARS = 8  # bars that each lane has nevertheless, if its batch changes so often
+_TEXT_LANE_PX = 18  # least height of a lane whose bars have their batches as text
 _TEXT_PX = 13  # height of a line of text
 
 
 def life(run: RunRecord) -> str:
     """Draw the trainers of a run over its rounds, each as bars in a lane, and its merges.
 
-    Returns the HTML of the figure.
+    A lane is a horizontal strip of the figure. Returns the HTML of the figure.
     """
     rounds = curves.lines(run.events, "round")
     merged = curves.lines(run.events, "merge")
@@ -27,8 +34,8 @@ def life(run: RunRecord) -> str:
     lane_px = max(9, min(32, 320 // len(order)))  # all lanes fit 320 pixels, if they can be read
     numbers = [e["round"] for e in rounds]
     x = _across([min(numbers) - 1, *numbers])  # a round is drawn from the end of the one before
-    looks = loss.trainer_looks(run)
-    most = max(1, *map(_batch, rounds))
+    looks = loss.trainer_looks(run)  # by trainer: the CSS class of its colour, and its label
+    most = max(1, *map(_batch, rounds))  # 1 if no worker ever counted
     body = ""
     for trainer, lines in by_trainer.items():
         color, _ = looks[trainer]
@@ -44,7 +51,7 @@ def life(run: RunRecord) -> str:
         height=lane_px * len(order),
         left=[(middles[trainer], str(trainer)) for trainer in order[::every]],
         y_label="trainer",
-        classes=" life",
+        classes=" life",  # follows another class
     )
     text = "The trainers. Number and thickness: sequences of an update, of workers that counted."
     if merged:
@@ -79,6 +86,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     trainer that absorbs them, those of an earlier merge nearer to it than those of a later one.
     """
     order = list(trainers)
+    # From the last merge to the first, because what is placed last stands nearest.
     for event in reversed(merged):
         for member in reversed(event["members"]):
             if member != event["into"]:
@@ -92,6 +100,9 @@ def _lane(
 ) -> str:
     """Draw a trainer's lane: a bar for each stretch of rounds with the same batch.
 
+    The thicker a bar, the larger the batch. The batch stands beside the bar's beginning, unless the
+    lane is too low or the text would overlap the one before.
+
     Args:
       lines: The trainer's `round` lines of the ledger, in order.
       x: The axis of rounds.
@@ -103,7 +114,7 @@ def _lane(
     Returns:
       The bars as SVG.
     """
-    # The lines at which a stretch begins; of many only some, which then last longer.
+    # The lines at which a stretch of rounds with the same batch begins.
     starts = []
     batch_before = None
     for e in lines:
@@ -111,17 +122,20 @@ def _lane(
         if batch != batch_before:
             starts.append(e)
         batch_before = batch
-    starts = starts[:: math.ceil(len(starts) / max(8, _MAX_BARS // num_lanes))]
-    ends = [e["round"] - 1 for e in starts[1:]]
+    # Of too many stretches only every so many is drawn, up to the next one that is.
+    max_bars = max(_LEAST_BARS, _MAX_BARS // num_lanes)
+    starts = starts[:: math.ceil(len(starts) / max_bars)]
+    ends = [e["round"] - 1 for e in starts[1:]]  # the last round of each bar
     ends.append(lines[-1]["round"])
 
     parts = []
-    free = 0.0  # from here on a text overlaps no other
+    free = 0.0  # a text that begins here or later overlaps no other
     for e, end in zip(starts, ends, strict=True):
         left = x.at(e["round"] - 1)
         right = x.at(end)
-        # From 0.15 of the lane on, and more with the logarithm of the batch.
-        size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
+        # The thickness: from 0.15 of the lane on to 0.85, with the logarithm of the batch.
+        share_of_lane = 0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)
+        size = share_of_lane / num_lanes
         title = (
             f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}:"
             f" {counted(_workers(e), 'worker')} × {counted(e['micro_batch_size'], 'sequence')}"
@@ -132,20 +146,22 @@ def _lane(
             f' height="{size:.2%}"><title>{escaped(title)}</title></rect>'
         )
         text = str(_batch(e))
-        if lane_px >= 18 and left >= free:
+        if lane_px >= _TEXT_LANE_PX and left >= free:
             parts.append(
                 f'<text class="size" x="{left:.2%}" dx=".7em" y="{middle:.2%}">{text}</text>'
             )
-            free = left + 0.02 + 0.024 * len(text)  # in fractions of a phone's width
+            # A margin, and the width of each character, as fractions of a phone's width.
+            free = left + 0.02 + 0.024 * len(text)
     return "".join(parts)
 
 
 def _merge(event: dict, x: Axis, middles: Mapping[int, float]) -> str:
     """Draw a merge as SVG: a line over the lanes of its trainers, with a dot on each.
 
-    `middles` are, by trainer, the distances of the lanes' middles from the top, 0 to 1.
+    `event` is the line of the ledger, `x` the axis of rounds, and `middles` are, by trainer, the
+    distances of the lanes' middles from the top, 0 to 1.
     """
-    across = f"{x.at(event['round']):.2%}"
+    across = f"{x.at(event['round']):.2%}"  # where the round ends
     into = event["into"]
     from_top = sorted({into, *event["members"]}, key=lambda trainer: middles[trainer])
     rows = {trainer: f"{middles[trainer]:.2%}" for trainer in from_top}
@@ -161,8 +177,9 @@ def _merge(event: dict, x: Axis, middles: Mapping[int, float]) -> str:
     return f'<g class="event"><title>{title}</title>{marks}</g>'
 
 
-# The panels over rounds, by the label of their axis: the base of a logarithmic axis (0: linear),
-# and by field of a `round` line the CSS class of its dashes. "effective" is computed.
+# The charts over rounds, by the label of their axis: the base of a logarithmic axis (0: linear),
+# and by field of a `round` line the CSS class of its dashes; empty: its curves are solid.
+# "effective" is no field: it is computed as the batch that the updates used.
 _PANELS: Mapping[str, tuple[int, Mapping[str, str]]] = {
     "batch per worker (sequences)": (2, {"requested_batch_size": "", "effective": "d4"}),
     "accumulated micro-batches": (2, {"num_accum_steps": ""}),
@@ -194,10 +211,10 @@ def rounds(run: RunRecord) -> str:
                     value = e.get(name)
                     if name == "effective":
                         value = _sequences(e)
-                    if value is None or value <= 0:
+                    if value is None or value <= 0:  # what a logarithmic axis cannot show
                         value = math.nan  # drawn as a gap
                     values.append(value)
-                x, y = steps([e["round"] for e in events], values)
+                x, y = steps([e["round"] for e in events], values)  # level within a round
                 color, trainer_label = looks[trainer]
                 if dashes:
                     trainer_label = ""  # the curve of the panel's first field has it
@@ -205,7 +222,7 @@ def rounds(run: RunRecord) -> str:
                 lines.append(curve)
                 all_x += x
                 all_y += y
-        if any(map(math.isfinite, all_y)):
+        if any(map(math.isfinite, all_y)):  # else the run has no such value
             up = chart.axis(label, all_y, base=base)
             drawn += chart.chart(_across(all_x), up, lines, title=label).html()
     test = run.start["config"]["batching"]["test"]

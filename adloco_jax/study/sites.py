@@ -1,4 +1,8 @@
-"""The seconds of a round at sites that share a bucket, and which method reaches a loss first."""
+"""The seconds of a round at sites that share a bucket, and which method reaches a loss first.
+
+A site is a machine with a link of its own; the driver, the process that holds the run, is at one of
+them. All that is exchanged goes through the bucket, a store of objects on the network.
+"""
 
 import functools
 import math
@@ -13,7 +17,8 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.settings import BatchingSettings, Settings, bytes_per_s
 
 # By method: the updates and the synchronisations until 1.60 nats per byte, measured with four
-# workers and a model of MEASURED_PARAMS parameters. Source: studies/RESULTS.md, "The front".
+# workers and a model of MEASURED_PARAMS parameters. Source: studies/RESULTS.md, "The front", which
+# are the methods that no other one beats in both numbers.
 MEASURED_PARAMS = 75_600
 _FURTHEST = 10  # times MEASURED_PARAMS: of larger models the advice names no method
 _MEASURED_UPDATES = 4  # the first compiles, and the fastest counts
@@ -38,8 +43,8 @@ def site_lines(
 ) -> list[str]:
     """Describe a round at sites with equal links, and each method's seconds to the front's loss.
 
-    A site is a machine with a link of its own; the driver is at one of them. Of a model far larger
-    than that of `FRONT` no method is named, as none was measured.
+    The front's loss is the one until which each method of `FRONT` was measured. Of a model far
+    larger than the measured one no method is named.
 
     Args:
       settings: Of the run.
@@ -66,7 +71,8 @@ def site_lines(
     workers = settings.ensemble.num_workers
     num_updates = settings.inner.steps_per_round
     update_s = settings.batching.initial_batch_size * spec.sequence_length / tokens_per_s
-    sent_s = spec.sync_bytes * spec.outer.fragments / rate  # to send all parameters once
+    # Seconds to send all parameters once: `sync_bytes` are those of one fragment of them.
+    sent_s = spec.sync_bytes * spec.outer.fragments / rate
     turns = math.ceil(workers / sites)  # workers of a site, one after another
     parts = {
         f"computing {num_updates} updates": turns * num_updates * update_s,
@@ -91,7 +97,8 @@ def site_lines(
 def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, rate: float) -> str:
     """Say which method of `FRONT` reaches the loss first, and how much later the others do.
 
-    A method's seconds are those of its updates and of its synchronisations, one after another.
+    A method's seconds are those of its updates and of its synchronisations, one after another. Data
+    parallelism averages over a ring of all sites, the other methods through the bucket.
 
     Args:
       spec: Of the run.
@@ -128,7 +135,7 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
         size = min(size, batching.max_batch_size)
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
     loss_fn = spec.loss_fn
-    if base is not None:  # frozen weights of a model with an adapter
+    if base is not None:  # frozen weights of a model with an adapter, which the loss takes too
         loss_fn = functools.partial(loss_fn, base=base)
 
     @jax.jit
@@ -151,7 +158,7 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
 def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
     """Return the seconds of a ring all-reduce of `num_bytes` over links of `bandwidth` bytes/s.
 
-    Each member sends its share of the bytes to the next 2 (n - 1) times, of n members, and each
-    time waits for the link's `latency_s`. Source: docs/algorithm.md, 6.
+    Of n members, each sends an n-th of the bytes to the next one 2 (n - 1) times, and each time
+    waits for the link's `latency_s`. Source: docs/algorithm.md, 6.
     """
     return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
