@@ -87,7 +87,7 @@ class RequestCall:
     response: concurrent.futures.Future | None = None  # set once the response is being read
 
 
-def limit(form: PyTree) -> int:
+def max_object_bytes(form: PyTree) -> int:
     """Return the largest accepted size, in bytes, of an object with arrays of this form.
 
     `form` is a tree of `jax.ShapeDtypeStruct`.
@@ -690,7 +690,7 @@ class BucketTransport:
 
         try:
             message, value, size = self._store.read_with_arrays(
-                name, limit(call.form), ResponseMessage, form_of
+                name, max_object_bytes(call.form), ResponseMessage, form_of
             )
             if message.refused:
                 fault = Refused(f"it refused the request: {said(message.error)}")

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from adloco_jax import __version__
 from adloco_jax.data.formats import Format
 from adloco_jax.elastic import store
-from adloco_jax.elastic.bucket import SIGNS, limit
+from adloco_jax.elastic.bucket import SIGNS, max_object_bytes
 from adloco_jax.elastic.direct import Remote, is_ticket
 from adloco_jax.elastic.learner import (
     Inputs,
@@ -489,7 +489,7 @@ class BucketLearner:
             return inputs_form(spec, message.request, message.states)
 
         start_s = time.monotonic()
-        most_bytes = limit([state_form(spec)] * self._num_workers)
+        most_bytes = max_object_bytes([state_form(spec)] * self._num_workers)
         message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form_of)
         request = message.request
         if request is None:  # the driver asks for inner states
@@ -521,5 +521,5 @@ class BucketLearner:
             """Return the form; the object's message is empty."""
             return form
 
-        _, params, _ = self._store.read_with_arrays(name, limit(form), Format, form_of)
+        _, params, _ = self._store.read_with_arrays(name, max_object_bytes(form), Format, form_of)
         return params

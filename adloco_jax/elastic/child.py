@@ -24,6 +24,8 @@ _LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]
 _SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
 _PAUSE_S = 5.0  # before another is started
 _LAST_S = 10.0  # for a child to see that the run is over
+_CHECK_S = 0.05  # from one look at whether the child has ended to the next
+_KEEPER_S = 1.0  # for the thread that prints its lines to end
 _MARK = "  here | "  # before each line that the child prints
 
 
@@ -79,16 +81,18 @@ def own_learner(
         yield
     finally:
         ended.set()
-        until_s = time.monotonic() + (_LAST_S if is_over() else 0.0)
+        until_s = time.monotonic()
+        if is_over():
+            until_s += _LAST_S
         while child.poll() is None and time.monotonic() < until_s:
-            time.sleep(0.05)
+            time.sleep(_CHECK_S)
         if child.stdin is not None:
             with contextlib.suppress(OSError):
                 child.stdin.close()  # ends it
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_LAST_S)
         child.kill()
-        keeper.join(1.0)
+        keeper.join(_KEEPER_S)
 
 
 def _start(first_line: str) -> "subprocess.Popen[str]":
@@ -117,6 +121,7 @@ def end_with_parent() -> None:
     """End this process when its standard input ends: the driver has ended."""
 
     def watch() -> None:
+        """Read the input to its end, and end this process."""
         while sys.stdin.buffer.read(1):
             pass
         os._exit(0)

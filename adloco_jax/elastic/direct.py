@@ -47,7 +47,13 @@ _SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not tak
 _TOLD_BYTES = 2**20  # of a transfer whose rate is told
 _PREFIX = "adloco-"
 _FORMAT = 1  # of tickets
+_KEY_BYTES = 32  # of a public key, and of a secret one
+SECRET_BYTES = 16  # of a run, in a ticket
+_PORT_BYTES = 2
 _CHECKSUM_BYTES = 2  # at the end of a ticket
+_SIZE_BYTES = 4  # of a message's length, before it
+_SHOWN_CHARACTERS = 40  # of a text that is no ticket
+_CLOSING_S = 3.0  # for an endpoint to close
 _CHANGED = 2.0  # factor by which a rate differs from that which was told before it is told again
 
 T = TypeVar("T")
@@ -75,7 +81,7 @@ class Ticket:
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             packed = ipaddress.ip_address(host.strip("[]")).packed
-            parts += [bytes([len(packed)]), packed, int(port).to_bytes(2, "big")]
+            parts += [bytes([len(packed)]), packed, int(port).to_bytes(_PORT_BYTES, "big")]
         content = b"".join([*parts, self.relay.encode()])
         text = base64.b32encode(content + _checksum(content)).decode()
         return _PREFIX + text.rstrip("=")
@@ -104,21 +110,25 @@ def read_ticket(text: str) -> Ticket:
         if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
             raise ValueError
         fields = io.BytesIO(body[1:])
-        key = fields.read(32)
-        secret = fields.read(16)
+        key = fields.read(_KEY_BYTES)
+        secret = fields.read(SECRET_BYTES)
         count = fields.read(1)[0]
         addresses = []
         for _ in range(count):
             length = fields.read(1)[0]
-            host = ipaddress.ip_address(fields.read(length))
-            port = int.from_bytes(fields.read(2), "big")
-            addresses.append(f"[{host}]:{port}" if host.version == 6 else f"{host}:{port}")
+            ip = ipaddress.ip_address(fields.read(length))
+            port = int.from_bytes(fields.read(_PORT_BYTES), "big")
+            host = str(ip)
+            if ip.version == 6:
+                host = f"[{ip}]"
+            addresses.append(f"{host}:{port}")
         relay = fields.read().decode()
         return Ticket(key, secret, tuple(addresses), relay)
     except (ValueError, IndexError) as error:
+        shown = text[:_SHOWN_CHARACTERS]
         raise ConfigError(
-            f"{text[:40]}: no ticket of this version of adloco_jax, or not all of it; adloco ticket"
-            " RUN prints it where the driver is"
+            f"{shown}: no ticket of this version of adloco_jax, or not all of it; adloco ticket RUN"
+            " prints it where the driver is"
         ) from error
 
 
@@ -248,7 +258,8 @@ async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ())
     Raises TimeoutError if nothing could be sent for `SILENT_S` seconds.
     """
     header = message.model_dump_json().encode()
-    await asyncio.wait_for(send.write_all(len(header).to_bytes(4, "big") + header), SILENT_S)
+    size = len(header).to_bytes(_SIZE_BYTES, "big")
+    await asyncio.wait_for(send.write_all(size + header), SILENT_S)
     for piece in pieces:
         for start in range(0, len(piece), _SENT_BYTES):
             part = bytes(piece[start : start + _SENT_BYTES])
@@ -261,7 +272,7 @@ async def read_message(recv: Any, kind: type[M]) -> M:
 
     A message is its length in 4 bytes, and JSON.
     """
-    size = int.from_bytes(await recv.read_exact(4), "big")
+    size = int.from_bytes(await recv.read_exact(_SIZE_BYTES), "big")
     if not 0 < size <= _HEADER_BYTES:
         raise Refused(f"a message of {size} bytes, expected 1 to {_HEADER_BYTES}")
     try:
@@ -309,7 +320,7 @@ def own_key() -> tuple[bytes, filelock.FileLock]:
 
 def new_key() -> bytes:
     """Return a new secret key of an endpoint."""
-    return os.urandom(32)
+    return os.urandom(_KEY_BYTES)
 
 
 def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
@@ -364,7 +375,7 @@ class Remote:
         """Close the endpoint, and let another learner have the key."""
         if self._endpoint is not None:
             with contextlib.suppress(TimeoutError):
-                wait_for(asyncio.wait_for(self._endpoint.close(), 3.0))
+                wait_for(asyncio.wait_for(self._endpoint.close(), _CLOSING_S))
         if self._lock is not None:
             self._lock.release()
 

@@ -19,7 +19,14 @@ from adloco_jax.data.disk import replaced_file
 from adloco_jax.elastic import bucket, direct, store
 from adloco_jax.elastic.bucket import BucketTransport
 from adloco_jax.elastic.child import own_learner
-from adloco_jax.elastic.direct import SECRET_MODE, Ticket, new_key, read_ticket, secret_file
+from adloco_jax.elastic.direct import (
+    SECRET_BYTES,
+    SECRET_MODE,
+    Ticket,
+    new_key,
+    read_ticket,
+    secret_file,
+)
 from adloco_jax.elastic.files import Library
 from adloco_jax.elastic.learner import LearnerSetup, state_form
 from adloco_jax.elastic.messages import DriverHeartbeat, Refused, RunDescription, array_bytes
@@ -36,8 +43,8 @@ _ONLINE_S = 5.0  # to wait for a relay
 _FREE_S = 3.0  # to wait for a port that this process has closed
 _LAST_S = 15.0  # to wait for learners to see that the run is over
 _MOST_ADDRESSES = 4  # of this computer in a ticket
-_SECRET_BYTES = 16  # of a run
 _DIFFERENCE_BYTES = 4  # of a parameter at most: a single worker sends float32
+_LOOK_S = 0.1  # from one look at whether something has changed to the next
 
 
 class RunObjects(Memory):
@@ -94,7 +101,7 @@ def _check_external(address: str) -> None:
         return
     try:
         (port,) = _ports([address]).values()
-        if not 0 < port < 2**16:
+        if not 0 < port < 2**16:  # 0 is any port, and larger ones do not exist
             raise ValueError
     except ValueError as error:
         raise ConfigError(
@@ -157,7 +164,9 @@ def connected(
 
     own_key = new_key()  # of the learner on this computer
     own_id = str(iroh.SecretKey.from_bytes(own_key).public())
-    members = {*engine.members, own_id} if engine.members else set()
+    members: set[str] = set()  # empty: all that have the ticket are let in
+    if engine.members:
+        members = {*engine.members, own_id}
     objects = RunObjects(folder)
     server = Server(objects, ticket.secret, members, most_bytes=_most_bytes(given), own_id=own_id)
     direct.begin(server.accept(endpoint))
@@ -184,11 +193,14 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
     """
     import iroh
 
-    wanted = [engine.address] if engine.address else []
+    wanted = []  # addresses whose ports to use, the first one of each version of IP
+    if engine.address:
+        wanted.append(engine.address)
     if path.exists():
         wanted += read_ticket(path.read_text("utf-8")).addresses
     ports = _ports(wanted)
-    port, port_v6 = ports.get(4, 0), ports.get(6, 0)
+    port = ports.get(4, 0)  # 0: any that is free
+    port_v6 = ports.get(6, 0)
 
     until_s = time.monotonic() + _FREE_S
     while True:
@@ -202,7 +214,7 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
                     f"engine.kind = direct: cannot use UDP port {used} ({error.message()}); end the"
                     " process that uses it, or name another port (engine.address)"
                 ) from error
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_LOOK_S)
     if engine.relay != "off":
         try:
             await asyncio.wait_for(endpoint.online(), _ONLINE_S)
@@ -218,9 +230,11 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
         _, _, bound_port = endpoint.bound_sockets()[0].rpartition(":")
         addresses = [f"127.0.0.1:{bound_port}"]
 
+    # The run's secret is made from the key, so it stays when the driver is started again.
+    secret = hashlib.sha256(key + b"secret of the run").digest()[:SECRET_BYTES]
     ticket = Ticket(
         key=place.id().to_bytes(),
-        secret=hashlib.sha256(key + b"secret of the run").digest()[:_SECRET_BYTES],
+        secret=secret,
         addresses=tuple(addresses),
         relay=place.relay_url() or "",
     )
@@ -249,9 +263,11 @@ def _reachable(addresses: list[str]) -> list[str]:
 
 
 def _here(ticket: Ticket) -> Ticket:
-    """Return the ticket for a learner on this computer."""
-    own = {4: "127.0.0.1", 6: "[::1]"}  # addresses by the version of IP
-    addresses = [f"{own[version]}:{port}" for version, port in _ports(ticket.addresses).items()]
+    """Return the ticket for a learner on this computer: its addresses are loopback ones."""
+    loopback = {4: "127.0.0.1", 6: "[::1]"}  # by the version of IP
+    addresses = []
+    for version, port in _ports(ticket.addresses).items():
+        addresses.append(f"{loopback[version]}:{port}")
     return dataclasses.replace(ticket, addresses=tuple(addresses), relay="")
 
 
@@ -264,13 +280,16 @@ def _most_bytes(given: LearnerSetup) -> int:
     state_bytes = array_bytes(state_form(spec))
     difference_bytes = _DIFFERENCE_BYTES * spec.num_params
     num_workers = given.settings.ensemble.num_workers
-    return bucket.limit(()) + num_workers * max(difference_bytes, state_bytes)
+    return bucket.max_object_bytes(()) + num_workers * max(difference_bytes, state_bytes)
 
 
 async def _close(endpoint: Any, server: Server) -> None:
     """Close the endpoint, once learners have had time to see that the driver has ended."""
-    until_s = time.monotonic() + (store.LAST_S if processes.is_asked_to_stop() else _LAST_S)
+    patience_s = _LAST_S
+    if processes.is_asked_to_stop():
+        patience_s = store.LAST_S
+    until_s = time.monotonic() + patience_s
     while server.num_connections and time.monotonic() < until_s:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_LOOK_S)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(endpoint.close(), store.LAST_S)

@@ -37,7 +37,10 @@ _AT_ONCE = 4  # pieces that are asked for
 _HASHES = "hashes"  # the part of a name for the object with all hashes
 _HASH_BYTES = 32  # of a SHA-256
 _ALMOST_AT_ONCE_S = 1.0  # a transfer that takes no longer is not told
-ROWS, WEIGHTS = "rows", "weights"
+_FOLDER_CHARACTERS = 32  # of the hash that names a folder of the cache
+# Kinds of files.
+ROWS = "rows"
+WEIGHTS = "weights"
 
 
 def _num_pieces(file: ServedFile) -> int:
@@ -188,7 +191,9 @@ class CachedFile:
 
         `numbers` are those that are needed; None: all of the file.
         """
-        wanted = range(_num_pieces(self.about)) if numbers is None else numbers
+        wanted = numbers
+        if wanted is None:
+            wanted = range(_num_pieces(self.about))
         missing = [number for number in wanted if not self._has[number]]
         if not missing:
             return
@@ -271,7 +276,7 @@ def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, C
     wanted = [file for file in files if file.kind == kind]
     roots = sorted(file.root for file in wanted)
     key = hashlib.sha256("".join(roots).encode()).hexdigest()
-    folder = cache_folder("served") / key[:32]
+    folder = cache_folder("served") / key[:_FOLDER_CHARACTERS]
     return {file.name: CachedFile(there, file, folder) for file in wanted}
 
 
@@ -317,7 +322,9 @@ class ServedRows:
         self.rows = rows_as_read(opened.train, settings.data)
         self.heldout_rows = rows_as_read(opened.heldout, settings.data)
         self.fingerprint = fingerprint_of(manifest, len(self.rows))
-        self.tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
+        self.tokens_per_byte = None  # a classifier has none
+        if num_classes is None:
+            self.tokens_per_byte = manifest.tokens_per_byte
         self.shards = [record.model_dump(exclude_none=True) for record in manifest.files]
         self._order = order_of(settings, len(self.rows), where="the driver's rows")
 

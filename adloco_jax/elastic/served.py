@@ -38,6 +38,8 @@ _MOST_NOTED = 1000  # kinds of refusals that are told and remembered
 _SMALL_BYTES = 2**16  # of a body, such as a heartbeat, that always has room
 _TELL_S = 60.0  # from one line about strangers to the next
 _CLOSING_S = 1.0  # for an answer to arrive before its connection is closed
+_MEASURED_S = 0.5  # for the path of a new connection to be measured
+_SHOWN_CHARACTERS = 8  # of a learner's id, with which messages name it
 _SHARED = re.compile(
     r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors"
     r"|files/[0-9a-f]{64}/(hashes|\d{1,7})"
@@ -121,6 +123,7 @@ class _Room:
             return
 
         def fits() -> bool:
+            """Whether there is room for the object, both the learner's own and the shared one."""
             own = self._held.get(peer, 0)
             has_own = own == 0 or own + num_bytes <= self._most_bytes
             has_shared = self._copied == 0 or self._copied + copied <= 2 * self._most_bytes
@@ -181,7 +184,9 @@ class Server:
 
     def _name(self, peer: str) -> str:
         """Return how messages name a learner: by the first letters of its id."""
-        return "this computer" if peer == self._own_id else peer[:8]
+        if peer == self._own_id:
+            return "this computer"
+        return peer[:_SHOWN_CHARACTERS]
 
     @property
     def num_connections(self) -> int:
@@ -266,7 +271,7 @@ class Server:
 
     async def _watch(self, connection: Any, peer: str) -> None:
         """Say which path a learner's packets take, now and when it changes."""
-        await asyncio.sleep(0.5)  # until it is measured
+        await asyncio.sleep(_MEASURED_S)
         told = ""
         while True:
             path, rtt = describe_path(connection)
