@@ -3,8 +3,9 @@
 A *chat* is a list of *turns*, dicts with a "role" and a "content" or calls of tools. A *chat
 template*, a program of the tokenizer, writes them as one text (`Tokenizer.render`). An *answer* is
 a turn of the role "assistant"; its *span* is the part of the text that the template writes for it.
-The model learns to write the spans. An *end of text* is a special token's text, such as
-`<|im_end|>`. Messages name a place (`where`): file and row, and then column and turn.
+The model learns to write the spans: their tokens *count*. With `data.loss=all` every token counts.
+An *end of text* is a special token's text, such as `<|im_end|>`. A *field* is a key of a turn.
+Messages name a place (`where`): file and row, and then column and turn.
 """
 
 import json
@@ -119,7 +120,7 @@ def read(
     label = _as_bool(row.get("label"))
     only_last = False
     known = set(names)  # the columns that are read
-    if label is not None:
+    if label is not None:  # a label that is no truth value is another column, which is not read
         known.add("label")
 
     # Write the text, and find the spans of its answers. `unread` are names of fields of turns.
@@ -155,7 +156,7 @@ def read(
             raise DataError(f"{where}: {why}") from error
         spans = [_with_end(text, span, ends) for span in spans]
 
-    # Choose what counts.
+    # Choose what counts. A rejected chat is kept with no span, so that it is counted.
     contents = []
     for start, stop in spans:
         contents.append((start, start + len(without_end(text[start:stop], ends))))
@@ -186,7 +187,8 @@ def read(
 def require_text(text: Any, where: str) -> str:
     """Return `text`; raise DataError, which names the place `where`, if it is no Unicode text.
 
-    JSON may hold half of a surrogate pair, and a file that was cut NUL characters.
+    Half of a surrogate pair, which JSON may hold, is no such text. Nor is a text with NUL
+    characters, which a file may hold that was cut.
     """
     need = "need Unicode text; leave it out"
     if not isinstance(text, str):
@@ -216,10 +218,11 @@ def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
 
 
 def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[Any]:
-    """Return the values of a row's columns `names`: all lists of turns, or all as in the row.
+    """Return the values of a row's columns `names`, those with turns as lists of turns.
 
-    JSON text becomes lists if all columns then hold turns. Raises DataError if a value is None, or
-    has turns as Python's text instead of JSON.
+    Tables often have turns as JSON text. It is parsed if all columns then are lists of turns; else
+    the values are returned as they are. Raises DataError if a value is None, or has turns as
+    Python's text instead of JSON.
     """
     columns = [row[name] for name in names]
     _require(None not in columns, f"{where}: {'+'.join(names)!r}", columns, "text or turns")
@@ -250,6 +253,10 @@ def _chat_of_row(
       where: File and row, for messages.
       tokenizer: Its template tells which fields are read.
       ends: Ends of text, which are removed behind answers, as the template writes its own.
+
+    Raises:
+      DataError: If a turn is malformed or has an unknown role, an answer is empty, or another
+        column that is read has not the type that it needs.
     """
     beside = set()
     columns = list(columns)
@@ -276,7 +283,7 @@ def _chat_of_row(
             answers.append(i)
 
     system = row.get("system")
-    if system and turns[0]["role"] != "system":  # LLaMA-Factory's
+    if system and turns[0]["role"] != "system":  # LLaMA-Factory's column of a first turn
         _require(isinstance(system, str), f"{where}: 'system'", system, "text")
         turns.insert(0, {"role": "system", "content": system})
         answers = [i + 1 for i in answers]
@@ -323,7 +330,10 @@ def _require(fits: Any, where: str, have: Any, need: str) -> None:
 
 
 def _fault(where: str, have: Any, need: str) -> DataError:
-    """Return an error whose message shows what stands at the place `where`, and what is needed."""
+    """Return an error whose message shows what stands at the place `where`, and what is needed.
+
+    `have` is the value at this place, of which the message has up to 80 characters.
+    """
     return DataError(f"{where}: have {have!r:.80}, need {need}")
 
 
@@ -340,9 +350,10 @@ def _list_of_objects(given: Any, where: str) -> list[dict[str, Any]]:
 def _checked_turns(
     given: Any, where: str, tokenizer: Tokenizer, ends: Collection[str]
 ) -> list[Turn]:
-    """Check the turns of a column, and return each as `_checked_turn` does.
+    """Return the turns of a column, with the names of roles and fields that templates know.
 
-    `where` is the column, for messages. Raises DataError if `given` is no list, or is empty.
+    `where` is the column, for messages, and `ends` are ends of text, which are removed behind
+    answers. Raises DataError if `given` is no list or is empty, or a turn is malformed.
     """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
@@ -354,9 +365,10 @@ def _checked_turns(
 def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[str]) -> Turn:
     """Check a turn, and return it with the names of roles and fields that templates know.
 
-    ShareGPT's names are replaced, parts of text joined to a content, and ends of text behind an
-    answer removed. A field of None is left out; "weight" stays. `at` is the place of the turn in
-    messages. Raises DataError if the turn is malformed, or a turn that counts has no answer.
+    ShareGPT's names are replaced, parts of text joined to a content, and ends of text (`ends`)
+    behind an answer removed. A field of None is left out. The field "weight" stays; with the weight
+    0 a turn does not count. `at` is the place of the turn in messages. Raises DataError if the turn
+    is malformed, or if an answer that counts is empty.
     """
     _require(isinstance(given, dict), at, given, "an object with 'role' and 'content'")
     turn = {key: value for key, value in given.items() if value is not None}
@@ -366,8 +378,8 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
 
     role = turn.get("role")
     weight = turn.get("weight", 1)
-    known = isinstance(role, str) and role in _ROLES
-    _require(known, at, given, f"a role, one of {', '.join(_ROLES)}")
+    is_known = isinstance(role, str) and role in _ROLES
+    _require(is_known, at, given, f"a role, one of {', '.join(_ROLES)}")
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
     turn["role"] = _ROLES[str(role)]
     if role == "function_call":  # its content is the calls, as JSON
@@ -386,7 +398,7 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
     # A turn needs a content, or calls that the template writes.
     has_calls = bool(turn.get("tool_calls"))
     writes_calls = has_calls and tokenizer.reads("tool_calls")
-    if has_calls and not writes_calls and not parts and weight:
+    if has_calls and not writes_calls and not parts and weight:  # the calls alone would be lost
         raise _fault(at, given, "content, or a data.template that writes 'tool_calls'")
     if "content" in turn or not writes_calls:
         is_text = isinstance(turn.get("content"), str)
@@ -420,7 +432,10 @@ def _checked_calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _with_type(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function's description, or a call of one, within an object of type "function"."""
+    """Return a function's description, or a call of one, within an object of type "function".
+
+    Templates know this form, which is OpenAI's. An object that has it is returned as it is.
+    """
     if "function" in function:
         return function
     return {"type": "function", "function": function}
@@ -430,9 +445,10 @@ def _with_type(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
-    """Return the text of a chat; behind a last answer stands an end of text.
+    """Return the text of a chat. If its last turn is an answer, an end of text stands behind it.
 
-    Some templates write it with the turn that follows. If so, it is added here.
+    Some templates write the end of an answer only with the turn that follows. Then it is added
+    here, so that the model learns to stop.
     """
     assert tokenizer.render is not None
     text = tokenizer.render(chat.turns, prompts=False, tools=chat.tools)
@@ -443,12 +459,13 @@ def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
 
 
 def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[list[Span], bool]:
-    """Return the spans of a chat's answers in its text, and whether the last alone was found.
+    """Return the spans of a chat's answers in its text, and whether the last alone was sought.
 
     Some templates mark the spans. With others, the span of a turn is what the template writes
-    behind the start of an answer when the chat ends with this turn. If the template writes an
-    answer otherwise once other turns follow, only the span of the last answer is returned, and
-    True. Answers are sought up to the first that begins at or behind the character `limit`.
+    behind the start of an answer when the chat ends with this turn. Some templates write an answer
+    otherwise once other turns follow. Then the result is the span of the last answer, or none if it
+    has other turns behind it, and True. Answers are sought up to the first that begins at or behind
+    the character `limit`. Raises DataError if not even an answer that ends the chat is found.
     """
     if tokenizer.mark:
         return _marked_spans(chat, tokenizer), False
@@ -467,14 +484,14 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
         if span is None:
             # The template writes this turn or one before otherwise in the whole chat.
             last = _span_by_all_turns(text, chat, chat.answers[-1], tokenizer)
-            if last is None and chat.answers[-1] == len(chat.turns) - 1:
+            if last is None and chat.answers[-1] == len(chat.turns) - 1:  # no turn follows it
                 need = "starts an answer otherwise than it writes the last one; set data.template"
                 raise DataError(f"{chat.where}: the chat template {need} to another file")
             if last is None:
                 return [], True
             return [last], True
         if span[0] >= limit:
-            break
+            break  # behind the end of a row, where nothing is learnt
         spans.append(span)
     return spans, False
 
@@ -482,7 +499,8 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
 def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     """Return the spans that the template marks, without those of answers that do not count.
 
-    Raises DataError if some do not count, and the spans are not one for each turn.
+    Raises DataError if some answers do not count, and the template does not mark exactly one span
+    for each answer.
     """
     assert tokenizer.mark is not None
     marks = tokenizer.mark(chat.turns, chat.tools)
@@ -544,6 +562,7 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
             turn = turn | {"content": bare + _MARK + content[len(bare) :]}
         marked.append(turn)
 
+    # The pieces end behind each content; the last is what follows the last content.
     pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
     if not text.startswith("".join(pieces)) or len(pieces) != has_mark.count(True) + 1:
         return None
@@ -562,8 +581,9 @@ def _span_by_question(
 ) -> Span | None:
     """Return the span of the turn at index `i` > 0, by rendering it with the turn before it alone.
 
-    `content_ends` is from `_ends_of_contents`. None if the text does not have what was rendered
-    between the contents of the turns around this one.
+    For a long chat this is faster than to render all turns before it. `content_ends` has for each
+    turn the index of the character behind its content. None if the text does not have what was
+    rendered between the contents of the turns around this one.
     """
     render = tokenizer.render
     assert render is not None
@@ -585,13 +605,13 @@ def _span_by_question(
     stop = content_ends[i + 1] if i + 1 < len(content_ends) else len(text)
     position = text.find(start_of_answer + written, content_ends[i - 1], stop)
     start = position + len(start_of_answer)
-    if position < 0 or start > content_ends[i]:
+    if position < 0 or start > content_ends[i]:  # not found, or found behind this turn's content
         return None
     return start, start + len(written)
 
 
 def _without_space(written: str, tokenizer: Tokenizer) -> str:
-    """Return an answer without the white space behind a token that ends it."""
+    """Return an answer without white space at its end, if a special token stands before that."""
     text = written.rstrip()
     return text if text.endswith(tokenizer.special) else written
 
@@ -618,12 +638,12 @@ def tokens_in_spans(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray
     `offsets_N2` has the index of each token's first character, and of the one behind its last. The
     first token never counts, because nothing predicts it.
     """
-    marks = np.zeros(len(offsets_N2), bool)
+    counts_N = np.zeros(len(offsets_N2), bool)
     # A token without characters may have any offsets. The search needs ascending ones.
     starts_N, ends_N = np.maximum.accumulate(offsets_N2, axis=0).T
     for start, end in spans:
         first = np.searchsorted(ends_N, start, "right")  # the first token that ends behind `start`
         behind = np.searchsorted(starts_N, end)  # the first token that starts at `end` or behind
-        marks[first:behind] = True
-    marks[:1] = False
-    return marks
+        counts_N[first:behind] = True
+    counts_N[:1] = False  # a slice, because there may be no token
+    return counts_N

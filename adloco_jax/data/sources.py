@@ -2,8 +2,9 @@
 
 A source (`DataSource`) reads one file. It yields *rows*: texts, or a `Record` for each row of a
 table; for a row that is bad it may yield a DataError instead. `documents_of` makes a `Document`
-from a row: its text, and a classifier's class or a chat's answers. Damaged files and missing
-columns raise DataError while reading, with the file. `data` is the config's group of this name.
+from a row: its text, and a classifier's class or a chat's answers. With `data.skip_bad` some bad
+rows are let pass. Damaged files and missing columns raise DataError while reading, with the file. A
+*commit* is a version of a data set on the hub. `data` is the config's group of this name.
 """
 
 import codecs
@@ -132,15 +133,16 @@ def documents_of(
     """Yield a document for each row of a source, except records with empty text.
 
     Args:
-      rows: Texts and records of one file.
+      rows: What a source yields for one file: texts, records, and errors of bad rows.
       data: The config's group `data`.
       where: The "key=value" that names the source, for messages.
       num_classes: Classes of labelled texts are 0 to `num_classes` - 1. None: texts have none.
       tokenizer: Its template renders chats.
 
     Raises:
-      DataError: While reading, without `data.skip_bad`, if a row's text is not a string, its class
-        is out of range, it is labelled but empty, or a chat is malformed.
+      DataError: While reading, if the file cannot be read. Without `data.skip_bad` also if a row
+        lacks a column, its text is not a string, its class is out of range, it is labelled but
+        empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
     """
     tokenizer = tokenizer.on(data.date)  # which chat templates write as today's
@@ -159,14 +161,18 @@ def documents_of(
             is_empty_record = not is_text and not document.text and not document.fault
             if not is_empty_record:
                 yield document
-    except (OSError, ValueError) as error:  # of a user's own source
+    except (OSError, ValueError) as error:  # of a user's own source; those here raise DataError
         raise DataError(f"{where}: after document {number}: {error}") from error
 
 
 def _document(
     row: Record | DataError, data: DataSettings, num_classes: int | None, tokenizer: Tokenizer
 ) -> Document:
-    """Make the document of a row; raise DataError if the row is bad, or is an error itself."""
+    """Make the document of a row; raise DataError if the row is bad, or is an error itself.
+
+    `num_classes` is None for texts without classes. Raises ConfigError if a chat needs a template,
+    and there is none.
+    """
     if isinstance(row, DataError):
         raise row
     used = _used_columns(data)
@@ -189,7 +195,10 @@ def _document(
 
 
 def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
-    """Return the class of a row; DataError if it is none of the model's, or there is no text."""
+    """Return the class of a row: the integer in the column `data.label_column`.
+
+    Raises DataError if the model has no such class, or there is no text.
+    """
     label = row.columns[data.label_column]
     if not text or type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
@@ -202,8 +211,9 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
     """Raise DataError if a table lacks a wanted column, or has it twice.
 
-    `columns` are the names of the table's columns. `wanted` maps the name of each wanted column to
-    the key of the group `data` that names it, and `where` is the table or row, for messages.
+    The message proposes a column that is there. A table of preferences, as for DPO, has a message
+    of its own. `columns` are the names of the table's columns. `wanted` maps the name of each
+    wanted column to the key of the group `data` that names it, and `where` is the table or row.
     """
     columns = list(columns)
     missing = wanted.keys() - columns
@@ -230,12 +240,13 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
 
 
 def first_columns(source: DataSource, file: File | None, data: DataSettings) -> list[str]:
-    """Return the names of the columns in the first row of a file that can be read.
+    """Return the names of all columns in the first row of a file that is not bad.
 
     Empty if the file has texts without columns, or no such row. `file` is None for a source that
-    reads no file.
+    reads no file. Raises DataError if the file is damaged.
     """
-    # No column is asked for, so all that the row does not have are named as unread.
+    # With these names empty, no column need be there. A source that reads only the columns that the
+    # config names then gives the names of all columns in `Record.unread`.
     data = data.model_copy(update={"text_column": "", "label_column": ""})
     for row in source.documents(file, data):
         if isinstance(row, Record):
@@ -254,13 +265,13 @@ def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     Each topic of Python's help is a document. Tests, installed packages, and files that differ by
     machine are left out. The arguments, which every source is given, are not used.
     """
-    for file in stdlib_files():
-        if file.name == "topics.py":  # of the package pydoc_data: one dict, from topic to text
+    for path in stdlib_files():
+        if path.name == "topics.py":  # of the package pydoc_data: one dict, from topic to text
             from pydoc_data.topics import topics
 
             yield from (topics[name] for name in sorted(topics))
         else:
-            yield read_text(file)
+            yield read_text(path)
 
 
 def stdlib_files() -> list[Path]:
@@ -287,7 +298,8 @@ def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
 def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each line of a `.json` or `.jsonl` file, perhaps `.gz`; skip blank lines.
 
-    Lines are JSON objects of at most `MAX_LINE_BYTES`.
+    Lines are JSON objects of at most `MAX_LINE_BYTES`. For another line a DataError is yielded.
+    Raises DataError if the file is damaged or empty, or a line is too long.
     """
     with _as_data_errors(file), _opened(file) as lines:
         for number in itertools.count(1):
@@ -297,13 +309,16 @@ def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataErr
                     raise DataError(f"{file}: empty, need one JSON object per line")
                 line = line.removeprefix(codecs.BOM_UTF8)
             elif not line:
-                return
+                return  # the file ends here; a blank line has its line break
             if line.strip():
                 yield _json_row(line, f"{file}:{number}")
 
 
 def table_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
-    """Yield a record for each row of a table, with the reader for the ending of the file's name."""
+    """Yield a record for each row of a table, with the reader for the ending of the file's name.
+
+    Raises DataError if there is no reader for it, or the file is damaged.
+    """
     documents = _DOCUMENTS_BY_ENDING.get(Path(file.name.removesuffix(".gz")).suffix)
     if documents is None:
         raise DataError(
@@ -317,9 +332,11 @@ def table_documents(file: Path, data: DataSettings) -> Iterator[Record | DataErr
 def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
-    Cells are text, except that a whole number in the column of classes becomes an int.
+    Cells are text, except that a whole number in the column of classes becomes an int. A DataError
+    is yielded for a row with too many cells. Raises DataError if the file is damaged, or lacks a
+    column that the config names.
     """
-    csv.field_size_limit(MAX_LINE_BYTES)
+    csv.field_size_limit(MAX_LINE_BYTES)  # the library's own limit is too small for documents
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
     last_line = 0  # number of the line on which the last whole row ends
     with _as_data_errors(file), _opened(file) as content:
@@ -344,7 +361,10 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
 
 
 def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of a parquet file; read only columns that the config names."""
+    """Yield a record for each row of a parquet file; read only columns that the config names.
+
+    Raises DataError if the file is damaged, or lacks such a column.
+    """
     import pyarrow.parquet
 
     with _as_data_errors(file, pyarrow.ArrowException), _opened(file) as content:
@@ -355,7 +375,10 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
 
 def arrow_documents(file: Path, data: DataSettings) -> Iterator[Record]:
-    """Yield a record for each row of an Arrow file or stream; `datasets` saves streams."""
+    """Yield a record for each row of an Arrow file or stream; the library `datasets` saves streams.
+
+    Raises DataError if the file is damaged, or lacks a column that the config names.
+    """
     import pyarrow.ipc
 
     with _as_data_errors(file, pyarrow.ArrowException), _opened(file) as content:
@@ -439,7 +462,8 @@ def read_text(file: Path) -> str:
     """Read UTF-8 text, perhaps from `.gz`, without a byte-order mark.
 
     Raises:
-      DataError: If the file is unreadable or not UTF-8.
+      DataError: If the file is unreadable or not UTF-8, or has NUL characters.
+      ResourceError: If too many files are open.
     """
     with _as_data_errors(file), _opened(file) as opened:
         text = opened.read().removeprefix(codecs.BOM_UTF8).decode()
@@ -449,14 +473,20 @@ def read_text(file: Path) -> str:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Cut a document in two: a beginning to train on, and an end to hold out.
 
-    The cut is at the blank line nearest to the fraction 1 - heldout_frac of the characters, or at
-    the nearest newline if that line is further away than half the held-out length.
+    The cut is behind the blank line nearest to the fraction 1 - heldout_frac of the characters. If
+    this is further away than half the held-out length, the cut is behind the nearest newline.
+
+    Args:
+      text: The document.
+      where: The "key=value" that names it, for messages.
+      heldout_frac: Fraction of the characters to hold out, in (0, 1).
 
     Raises:
       DataError: If there is no newline to cut at.
     """
     target = (1 - heldout_frac) * len(text)
     half_of_heldout = heldout_frac * len(text) / 2
+    # The patterns match the empty text behind a blank line, and behind a newline.
     cut = _nearest_end(r"(?<=\n\n)|(?<=\r\n\r\n)", text, target)
     if not cut or abs(cut - target) > half_of_heldout:
         cut = _nearest_end(r"(?<=\n)", text, target)
@@ -479,9 +509,9 @@ def _nearest_end(pattern: str, text: str, target: float) -> int:
 
 @contextlib.contextmanager
 def _opened(file: File) -> Iterator[Any]:
-    """Open a file to read bytes, decompressed if its content begins like gzip, whatever its name.
+    """Open a file to read bytes, decompressed if its content begins like gzip.
 
-    A server may compress or decompress a file on the way.
+    Its name is not asked, because a server may compress or decompress a file on the way.
     """
     opened = file.open() if isinstance(file, RemoteFile) else open(file, "rb")
     with opened as content:
@@ -511,12 +541,17 @@ def _json_row(line: bytes, where: str) -> Record | DataError:
 def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> Any:
     """Return a split of a data set on the hub, an `IterableDataset` of the library `datasets`.
 
-    `where` is the "key=value" that names the data set. Errors are those of `hub_parts`, except that
-    columns are not checked.
+    `where` is the "key=value" that names the data set.
+
+    Raises:
+      ConfigError: If the hub has no such data set, configuration or split, or refuses access.
+      DataError: If the data set cannot be read.
+      hub.Unreachable: If the hub does not answer.
     """
     import datasets  # imported only here, because the import is slow and few runs need it
 
-    datasets.disable_progress_bars()
+    datasets.disable_progress_bars()  # `data.rows` shows its own
+    # How long the library waits after a server has not answered, or has refused for now.
     limits: Any = datasets.config
     limits.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 5  # seconds
     limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
@@ -534,7 +569,12 @@ def _hub_dataset(data: DataSettings, split: str, commit: str, *, where: str) -> 
 def hub_columns(data: DataSettings, *, where: str) -> list[str]:
     """Return the names of the columns of `data.split` of a data set on the hub.
 
-    `where` is the "key=value" that names the data set. Errors are those of `hub_parts`.
+    `where` is the "key=value" that names the data set.
+
+    Raises:
+      ConfigError: If the hub has no such data set, configuration or split, or refuses access.
+      DataError: If the data set cannot be read.
+      hub.Unreachable: If the hub does not answer.
     """
     dataset = _hub_dataset(data, data.split, data.revision, where=where)
     with hub.as_user_errors(where):
@@ -550,9 +590,9 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     `commit` is the data set's, and `where` the "key=value" that names the data set.
 
     Raises:
-      ConfigError: If the data set has no such configuration or split.
-      DataError: If the data set lacks a column that the config names.
-      Unreachable: If the hub does not answer.
+      ConfigError: If the hub has no such data set, configuration or split, or refuses access.
+      DataError: If the data set lacks a column that the config names, or cannot be read.
+      hub.Unreachable: If the hub does not answer.
     """
     dataset = _hub_dataset(data, split, commit, where=where)
     where = f"{where}, data.name={data.name}, split {split}"
@@ -561,7 +601,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
         if dataset.features is not None:  # the hub knows the columns
             columns, unread = _columns_to_read(list(dataset.features), data, where)
             dataset = dataset.select_columns(columns)
-    num_files = dataset.num_shards
+    num_files = dataset.num_shards  # a shard of the library is a file
 
     def records(index: int, path: None) -> Iterator[Record]:
         """Yield the records of a file of the split; there is no local file, so `path` is None."""

@@ -3,8 +3,9 @@
 A special token whose name stands in a text, such as `<|im_end|>`, becomes one id, as in
 `transformers`. Only texts to be classified get special tokens at both ends. A *turn* of a chat is a
 dict with "role" and "content". A *chat template* is a program in Jinja that writes turns as one
-text. In this file `backend` is a tokenizer of the library `tokenizers`, and an untyped `tokenizer`
-one of `transformers`, around a backend.
+text. *Added* tokens are those that a tokenizer never splits. An *export* is a trained model with
+its tokenizer, in a folder that `transformers` reads. In this file `backend` is a tokenizer of the
+library `tokenizers`, and an untyped `tokenizer` one of `transformers`, around a backend.
 """
 
 import contextlib
@@ -165,6 +166,7 @@ def _with_date(template: str, date: str) -> str:
         return template
     day = datetime.date.fromisoformat(date)
     call = r"""strftime_now\(\s*(["'])(?P<format>.*?)\1\s*\)"""
+    # `repr` writes the date in quotes, as the template needs it.
     return re.sub(call, lambda found: repr(day.strftime(found["format"])), template)
 
 
@@ -187,8 +189,9 @@ def load_tokenizer(
 
     Raises:
       ConfigError: If the hub has no such tokenizer, or it has no end-of-text token, or is slow
-        (written in Python only).
+        (written in Python only); if a server refuses access.
       DataError: If a path does not exist or its content is damaged.
+      ResourceError: If the hub or the address's server does not answer.
     """
     template_text = ""
     if template:
@@ -231,9 +234,10 @@ def tokenizer_of(
         loaded any more.
 
     Raises:
-      ConfigError: As from `load_tokenizer`, if the two tokenizers are not alike, or if the
-        tokenizer has more ids than the model.
+      ConfigError: If the tokenizer cannot be used (see `load_tokenizer`), the two tokenizers are
+        not alike, or the tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
+      ResourceError: If the hub or the address's server does not answer.
     """
     name = data.tokenizer  # None: not set
     checkpoint = model.init_from
@@ -334,13 +338,13 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         return _transformers().PreTrainedTokenizerFast(
             tokenizer_object=backend,
             chat_template=template or None,
-            clean_up_tokenization_spaces=False,
+            clean_up_tokenization_spaces=False,  # decoded text keeps the space before "."
             eos_token=_END_OF_TEXT,
             pad_token=_END_OF_TEXT,
         )
 
     def save(folder: Path, max_length: int | None) -> None:
-        """Compute `Tokenizer.save`."""
+        """Write the files from which `transformers` makes this tokenizer, see `Tokenizer.save`."""
         tokenizer = for_transformers()
         if text_length is not None:
             _prepare_for_classes(tokenizer, _END_OF_TEXT, text_length)
@@ -365,7 +369,7 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
 
 
 def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
-    """Return `result` with the fields that belong to chats: template, render, mark, turn_end.
+    """Return the tokenizer `result` with the fields for chats: template, render, mark, turn_end.
 
     `tokenizer` is one of `transformers` with the same ids. If it has no chat template, `result` is
     returned as it is.
@@ -383,7 +387,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
     def render(
         turns: list[dict[str, Any]], prompts: bool, tools: list | None = None, date: str = ""
     ) -> str:
-        """Compute `Tokenizer.render`."""
+        """Return the text that the template writes for a chat, see `Tokenizer.render`."""
         return tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -393,7 +397,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        """Compute `Tokenizer.mark`."""
+        """Return the characters of each answer in this text, see `Tokenizer.mark`."""
         encoded = tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -424,8 +428,9 @@ def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     """Return the added token that follows an answer in a rendered chat: one id, or none.
 
     An added token is one that the tokenizer never splits. If the template writes none behind the
-    last answer (GLM's), it is the one with which the next question begins. `tokenizer` is one of
-    `transformers`, and `render` its `Tokenizer.render`.
+    last answer (GLM's), it is the one with which the next question begins. There is none if the
+    template refuses these chats. `tokenizer` is one of `transformers`, and `render` writes a chat
+    by its template.
     """
     question = {"role": "user", "content": _ANSWER}
     answer = {"role": "assistant", "content": _ANSWER}
@@ -455,6 +460,7 @@ def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
         path = folder / "config.json"
     if not path.is_file():
         return ()
+    # In the hub's cache, files are links.
     content = read_json(path, DataError, max_bytes=_MAX_FILE_BYTES, links=True)
     ids = checked(content.get("eos_token_id", []), _Ids, f"{path}: eos_token_id", DataError)
     if ids is None:
@@ -476,8 +482,15 @@ def _hugging_face_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer from a file or a folder of this machine.
 
-    `template` is the text of a chat template; empty: the tokenizer's own. The other arguments and
-    the errors are those of `load_tokenizer`.
+    Args:
+      path: The file, or a folder in Hugging Face layout.
+      text_length: Upper limit of tokens of a text to be classified; else None.
+      template: The text of a chat template; empty: the tokenizer's own.
+      key: The key of the config that gave the path, for messages.
+
+    Raises:
+      ConfigError: If it has no end-of-text token, or is slow (written in Python only).
+      DataError: If a file is damaged, or too large.
     """
     files = list(path.iterdir()) if path.is_dir() else [path]
     for file in files:
@@ -489,7 +502,7 @@ def _hugging_face_tokenizer(
             )
 
     tokenizer = _read_tokenizer(path, key)
-    if path.suffix == ".json":
+    if path.suffix == ".json":  # a tokenizer.json alone does not say which token ends a text
         _name_special_tokens(tokenizer)
     eot_id = tokenizer.eos_token_id
     if eot_id is None:  # BERT's kinds have no end of text, but a token that separates texts
@@ -523,7 +536,7 @@ def _hugging_face_tokenizer(
         ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))  # each once, in order
 
     def save(folder: Path, max_length: int | None) -> None:
-        """Compute `Tokenizer.save`."""
+        """Write the tokenizer's files, and a copy of its generation config if it has one."""
         _save(tokenizer, folder, max_length)
         generation = path / GENERATION
         if generation.is_file():
@@ -572,7 +585,10 @@ def _read_tokenizer(path: Path, key: str) -> Any:
 
 
 def _has_code(folder: Path) -> bool:
-    """Return whether a folder with a `tokenizer.json` also names code of its own."""
+    """Return whether a folder with a `tokenizer.json` also names code of its own.
+
+    Code is named in tokenizer_config.json by "auto_map". Raises DataError if this file is damaged.
+    """
     config = folder / "tokenizer_config.json"
     if not config.exists() or not (folder / "tokenizer.json").exists():
         return False
@@ -583,8 +599,8 @@ def _prepare_for_classes(tokenizer: Any, end: str, text_length: int) -> None:
     """Change a tokenizer of `transformers` so that it prepares texts to be classified.
 
     A text gets special tokens at both ends: the tokenizer's own, or else its classification token
-    before and the end of text `end` behind. It is cut and padded on the right, to at most
-    `text_length` tokens.
+    before and the end of text behind. `end` is the name of the end-of-text token. A text is cut and
+    padded on the right, to at most `text_length` tokens.
     """
     from tokenizers import processors
 
@@ -619,7 +635,8 @@ def _prefix_and_suffix(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     import tokenizers
 
     one_token = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")
-    marked = backend.post_process(one_token)  # the mask is 0 for the text's token, else 1
+    # The backend's last step puts its special tokens around. Their mask is 1, the text's is 0.
+    marked = backend.post_process(one_token)
     text_index = marked.special_tokens_mask.index(0)
     return tuple(marked.ids[:text_index]), tuple(marked.ids[text_index + 1 :])
 
