@@ -1,4 +1,8 @@
-"""The card of an exported model: `README.md`, of about fifteen lines."""
+"""The card of an exported model: `README.md`, of about fifteen lines.
+
+The hub is Hugging Face's, where a card describes a model. What the caller of `fit` gave, such as a
+model or rows, the run's config does not describe; a card calls it "own".
+"""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +25,11 @@ def write(
 ) -> None:
     """Write the card into the folder of an export.
 
-    `round` and `trainer` are those of the model; None: all rounds, the consensus model.
+    Args:
+      folder: The folder of the export, which has the model.
+      workdir: Folder of the run.
+      round: Rounds after which the model was read; None: all.
+      trainer: The id of the model's trainer; None: it is the consensus of all trainers.
 
     Raises:
       DataError: If the run has no ledger, or a damaged one.
@@ -34,7 +42,7 @@ def write(
     run = curves.RunRecord(workdir, events)
     config = run.start["config"]
     own = run.start.get("own", [])  # what the caller of `fit` gave
-    totals = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))
+    totals = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))  # by name
 
     # What the hub reads: lines at the top of the file, without those that are not known.
     metadata = {}
@@ -75,7 +83,7 @@ def write(
         "data": rows,
         "trained for": f"{totals['updates']} updates, {totals['tokens']} tokens",
         "held-out loss": totals["held-out loss"],
-        "command": " ".join(run.start["command"].split()),
+        "command": " ".join(run.start["command"].split()),  # on one line
     }
 
     version = run.start.get("versions", {}).get("adloco_jax", "")
@@ -88,6 +96,7 @@ def write(
         "",
         f"{trained_with}.",
         "",
+        # A run of `fit` may have no command.
         *(f"- {key}: {summary.markdown(value)}" for key, value in about.items() if value),
         "",
         "No licence is stated: add `license` to the lines at the top of this file.",
@@ -98,7 +107,8 @@ def write(
 def method(config: Mapping[str, Any], own: list[str]) -> str:
     """Name the method that a run's config describes, its workers, optimizers and rounds.
 
-    `own` has what the caller of `fit` gave (`Run.own`).
+    The first description that fits counts. `own` has what the caller of `fit` gave: "model" and
+    "rows", and perhaps "inner_tx" and "outer_tx", optimizers that the config does not name.
     """
     pool = config["ensemble"]
     inner = config["inner"]
@@ -106,6 +116,7 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
     trainers = pool["num_trainers"]
     workers = pool["num_workers"]
     merges = trainers > 1 and config["merge"]["policy"] != "none"
+    # All other batch-size tests measure gradients; these two are declared sizes.
     measures_noise = config["batching"]["test"] not in ("constant", "ramp")
     if pool["initial_workers"]:
         name = f"a growing pool of up to {workers} workers"
@@ -134,14 +145,14 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
 def task_of(folder: Path) -> str | None:
     """Return the hub's name of what the model in a folder does; None if `transformers` has none.
 
-    `folder` is an export, or missing.
+    `folder` is an export, or missing. Raises DataError if its `config.json` is damaged.
     """
     if (folder / _ADAPTER).exists():
-        return "text-generation"
+        return "text-generation"  # only decoders have adapters
     path = folder / "config.json"
     if not path.exists():
         return None
-    name = read_json(path, DataError)["architectures"][0]
+    name = read_json(path, DataError)["architectures"][0]  # such as LlamaForCausalLM
     for end, task in _TASKS.items():
         if name.endswith(end):
             return task

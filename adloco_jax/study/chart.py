@@ -1,7 +1,8 @@
 """Draw charts as SVG: in a web page, or as files of their own.
 
-Positions in a box are percentages, so the box stretches while texts and lines keep their size.
-`chart.css` defines the colours and dashes of curves, for light pages and for dark ones.
+A box is the rectangle in which the curves of one chart lie. Positions in it are percentages, so it
+stretches while texts and lines keep their size. As in SVG, they are counted from the left and from
+the top. `chart.css` defines the colours and dashes of curves, for light pages and for dark ones.
 """
 
 import math
@@ -38,7 +39,7 @@ def look(index: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape text for HTML and SVG, and replace forbidden characters with question marks."""
+    """Escape text for HTML and SVG, and replace characters that XML forbids by question marks."""
     return escape(_NO_TEXT.sub("?", text))
 
 
@@ -76,7 +77,7 @@ def axis(
 ) -> Axis:
     """Make an axis whose range covers the finite ones of `values`.
 
-    Without any it covers 1, and a range without length is widened.
+    Without any it covers 1. A range without length is widened, so that it can be drawn.
 
     Args:
       label: Name of the quantity. It includes the unit, unless `unit` has the unit.
@@ -120,6 +121,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
     They are the multiples of the smallest step that is not too small. A step is 1, 2, 2.5 or 5
     times a power of ten.
     """
+    # The power of ten below the step that `most` ticks would have.
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     if whole:
@@ -130,6 +132,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
         last = math.floor(high / step + 1e-9)
         if last - first < most:
             break
+    # With 12 digits, so that 3 times 0.1 is 0.3.
     return [float(f"{step * number:.12g}") for number in range(first, last + 1)]
 
 
@@ -205,7 +208,7 @@ def shortened(label: str) -> str:
     if len(label) <= _MAX_LABEL:
         return label
     half = _MAX_LABEL // 2
-    return f"{label[:half]}…{label[1 - half :]}"
+    return f"{label[:half]}…{label[1 - half :]}"  # one character of the second half is the "…"
 
 
 class Figure(str):
@@ -247,7 +250,8 @@ def chart(
 
     Labels are at least `label_px` apart, if the box of `height` pixels has room.
     """
-    # Many curves share the bins of a chart, so that the page stays small; 50 still show a curve.
+    # A bin is a part of the horizontal axis, in which a curve has at most four points. Many curves
+    # share the bins of a chart, so that the page stays small; 50 bins still show a curve.
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
 
@@ -256,7 +260,7 @@ def chart(
         end = _end(curve, x, y)
         if curve.label and end is not None:
             ends[index] = end
-    gap = min(label_px, height / max(1, len(ends) - 1))
+    gap = min(label_px, height / max(1, len(ends) - 1))  # less if all would not fit the height
     rows_px = apart([from_top * height for _, from_top in ends.values()], gap, height)
     for (index, end), row_px in zip(ends.items(), rows_px, strict=True):
         drawn[index] += _label(curves[index], end, row_px / height)
@@ -267,8 +271,8 @@ def chart(
     )
     left = [(1 - y.at(tick), short(tick, y.unit)) for tick in y.ticks]
     classes = ""
-    if gap < label_px - 1:
-        classes = " crowded"
+    if gap < label_px - 1:  # a pixel less apart can still be read
+        classes = " crowded"  # smaller texts, without thin lines to them
     return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=classes)
 
 
@@ -380,6 +384,7 @@ def document(
             )
         top += max(panel.height for panel in row) + 3.6 * em
 
+    # Broken at the number of characters that fit the width.
     for line in textwrap.wrap(caption, int(width / em / _CHARACTER_EM)):
         top += 1.5 * em
         parts.append(text(em, top, line, "tick start"))
@@ -435,7 +440,9 @@ def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
 def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
     """Return the SVG of a curve and of its band, in coordinates that stretch with the box.
 
-    At most four points are drawn for each of `num_bins` parts of the horizontal axis.
+    At most four points are drawn for each of `num_bins` parts of the horizontal axis. The line and
+    the outline of the band are SVG paths, in which M moves to a point, L draws a line to the next
+    one, and Z closes the outline.
     """
     line = ""
     for stretch in _placed(curve.x, curve.y, x, y):
@@ -482,7 +489,10 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Keep the first, last, highest and lowest point of each bin of the horizontal axis."""
+    """Keep the first, last, highest and lowest point of each bin of the horizontal axis.
+
+    A curve looks the same with these. Few points are all kept.
+    """
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}  # positions in `points`, by bin

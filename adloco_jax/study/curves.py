@@ -1,4 +1,9 @@
-"""Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens."""
+"""Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens.
+
+A ledger is the log of a run; its lines, called events here, are dicts with their kind under
+`event`. The consensus is the model that stands for all trainers: the only one, the best, or their
+mean; the `eval` line of the consensus says which, as `source`.
+"""
 
 import json
 import math
@@ -76,6 +81,7 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
     folders = [run.folder.resolve() for run in runs]
     are_twice = len(set(folders)) < len(folders)
     if not runs or are_twice or (labels and len(labels) != len(runs)):
+        # One message for the three: with the numbers, the reader sees which it is.
         given = f"{len(labels)} labels" if labels else "no labels"
         raise ConfigError(f"{len(runs)} runs, {given}: give each run once, and one label for each")
     if not labels:
@@ -84,7 +90,7 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
 
     groups: dict[str, Variant] = {}  # by their config without the seed, as text
     for run, label in zip(runs, labels, strict=True):
-        config = dict(run.start["config"])
+        config = dict(run.start["config"])  # a copy, whose seed can be deleted
         del config["seed"]
         key = json.dumps(config, sort_keys=True)
         if key not in groups:
@@ -131,9 +137,9 @@ def is_evaluated(run: RunRecord) -> bool:
 def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") -> list[dict]:
     """Return the held-out losses of a trainer or of the consensus, with the costs until then.
 
-    A point has `round`, `value` (the loss, NaN if not finite), sequential steps (`updates`), and
-    what all trainers had spent: `tokens`, `syncs` and `bytes`. To this the consensus adds what it
-    costs to gather the trainers for a mean (`gathering`).
+    `trainer` is an id, or "consensus". A point has `round`, `value` (the loss, NaN if not finite),
+    sequential steps (`updates`), and what all trainers had spent: `tokens`, `syncs` and `bytes`. To
+    this the consensus adds what it costs to gather the trainers for a mean (`gathering`).
     """
     gathered = {}
     if trainer == "consensus":
@@ -159,9 +165,10 @@ def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") 
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     """Return the cost of gathering the trainers for a consensus that is their mean, by round.
 
-    Only evaluated rounds whose consensus is a mean are in it. It costs what a refused merge of all
-    trainers does: `syncs` and `bytes`. It would occur only once, for the mean that is used in the
-    end. So the run's totals lack it, and that of one evaluation is not added to the next.
+    Only evaluated rounds whose consensus is a mean have an entry, with `syncs` and `bytes`. To take
+    the mean, all trainers send their parameters to one, as for a merge that is then refused. A run
+    without evaluations would do it once, at its end. So the run's totals leave it out, and the cost
+    at one evaluation is not added to that at the next.
     """
     evaluations = lines(events, "eval")
     # The number of trainers at each evaluation: each has a line of its own.
@@ -170,7 +177,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     costs = {}
     for e in evaluations:
         if e["trainer"] == "consensus" and e.get("source") == "average":
-            absorbed = living[e["round"]] - 1
+            absorbed = living[e["round"]] - 1  # all send to one
             costs[e["round"]] = merge_cost(state_bytes, num_absorbed=absorbed, refused=True)
     return costs
 
@@ -178,14 +185,16 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
     """Return the training loss after each round, in order, with the costs of the run until then.
 
-    Of a trainer, or (None) the mean over the trainers of a round. The points have the keys that
-    those of `heldout_points` have.
+    Of a trainer (an id), or (None) the mean over the trainers of a round. A point has `round`,
+    `value` (the loss, NaN if not finite), sequential steps (`updates`), and what all trainers had
+    spent: `tokens`, `syncs` and `bytes`.
     """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     totals = {}  # of each cost, a list: what was spent until the end of the round with this number
     for cost in COSTS:
         spent = [e.get(cost, 0) for e in spending]
+        # What was spent in each round (`bincount` sums by it), and with all rounds before it.
         totals[cost] = np.cumsum(np.bincount(rounds, spent)).astype(int).tolist()
     chosen = by_round([e for e in events if trainer is None or e.get("trainer") == trainer])
     updates = serial_updates(events)
@@ -203,8 +212,8 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.n
     """Compute median and spread of several curves at all of their x that every curve covers.
 
     Curves are interpolated linearly. The spread is from minimum to maximum, or between quartiles
-    from five curves on. Of points with the same x the last counts: with `gathering`, costs may
-    decrease, so points are sorted by x.
+    from five curves on. The x of a curve need not ascend: a cost that counts gathering the trainers
+    may be smaller at a later point. Of points with the same x the last counts.
 
     Args:
       curves: The x and the y of each curve, of which none is empty.
@@ -223,6 +232,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.n
     for curve in sorted_curves:
         covered.update(x for x in curve if first <= x <= end)
     grid = np.array(sorted(covered), float)
+    # The y of each curve at all x of the grid; a curve is a dict, whose keys are its x.
     values = [np.interp(grid, [*curve], [*curve.values()]) for curve in sorted_curves]
     lowest = 25 if len(sorted_curves) >= 5 else 0  # percentile
     low, median, high = np.percentile(values, (lowest, 50, 100 - lowest), axis=0)
@@ -250,13 +260,15 @@ def _nan_if_null(value: float | None) -> float:
 def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
     """Return the seconds of a run by what they were used for, all processes together.
 
-    The names: start (without compilation), compile (before the first round of each process),
-    rounds (with stall), stall (rounds waited so long for compilation) and eval.
+    The uses: `start` (of each process until its first round, without compilation), `compile`
+    (waiting for compilation before the first round), `rounds`, `stall` (the part of `rounds` in
+    which they waited for compilation) and `eval`.
     """
     starts = lines(events, "start")
     waited_s = sum(e.get("stall_s", 0.0) for e in starts)
     # Trainers that end a round together state the same seconds, which count once. Otherwise each
-    # states the seconds since the previous trainer ended, and these are summed.
+    # states the seconds since the previous trainer ended, and these are summed. The set has each
+    # round and its seconds once.
     ends = {(e["round"], e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}
     return {
         "start": sum(e.get("start_s", 0.0) for e in starts) - waited_s,

@@ -1,4 +1,8 @@
-"""Charts of the loss of runs, over each cost such as tokens or bytes."""
+"""Charts of the loss of runs, over each cost such as tokens or bytes.
+
+A variant is a group of runs whose configs differ only in the seed. The consensus is the model that
+stands for all trainers of a run. A point of a curve is a dict: the loss as `value`, and each cost.
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
     The label is empty if the trainer had no part in the last round.
     """
-    trainers = curves.by_trainer(curves.lines(run.events, "round"))
+    trainers = curves.by_trainer(curves.lines(run.events, "round"))  # each with its lines
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     looks = {}
     for index, (trainer, rounds) in enumerate(trainers.items()):
@@ -62,7 +66,7 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
         return curves.training_points(run.events, trainer=trainer)
 
     drawn = []
-    consensus: list[list[dict]] = []  # points of each run
+    consensus: list[list[dict]] = []  # of each run: points of its consensus, or of the mean
     for number, variant in enumerate(variants, start=1):
         seeds = [points(run) for run in variant.runs]
         consensus += seeds
@@ -74,7 +78,7 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
             seeds = [points(runs[0], trainer)]
             drawn.append(_Drawn(label, f"trainer {trainer}", f"{color} thin", seeds))
         if heldout:
-            drawn.append(_Drawn("consensus", "", "c6 bold", consensus))
+            drawn.append(_Drawn("consensus", "", "c6 bold", consensus))  # in the last colour
 
     units = dict.fromkeys(run.start["loss_unit"] for run in runs)  # each once, in order
     unit = " or ".join(units)
@@ -92,9 +96,10 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
             values += curve.y
             for edge in curve.band or ():
                 values += edge
-        if not any(spent) and cost != "tokens":
+        if not any(spent) and cost != "tokens":  # without any cost, one chart is left
             continue
-        # What each run had spent at its end. Ends far apart need a logarithmic axis.
+        # What each run had spent at its end; runs without points or cost are left out. Ends far
+        # apart need a logarithmic axis.
         ends = [found[-1][cost] for found in consensus if found and found[-1][cost]]
         if ends and max(ends) >= _DECADE * min(ends):
             x = chart.axis(cost_label, spent, base=10, unit=tick_unit)
@@ -112,7 +117,8 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
 def _curve(cost: str, drawn: _Drawn) -> Curve:
     """Make a curve over a cost: of its only run, or of the median of its runs with a band.
 
-    Runs without points, which were never evaluated, do not count.
+    `cost` is the key of a point to use as x. Runs without points, which were never evaluated, do
+    not count. Without any other the curve is empty.
     """
     x_and_y = []  # of each run
     for points in drawn.seeds:

@@ -42,7 +42,7 @@ def page(
         title=escaped(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
-        kind="many" if num_curves else "single",
+        kind="many" if num_curves else "single",  # a CSS class: of several runs, or of one
         screen=screen_html,
         details=details_html,
     )
@@ -51,7 +51,8 @@ def page(
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files by name to a folder, created if missing; older ones are replaced atomically.
 
-    Characters that cannot be encoded, for instance in a file name, become question marks.
+    Characters that cannot be encoded, for instance in a file name, become question marks. Raises
+    OSError if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -103,7 +104,7 @@ def table(
     The first `texts` columns are text, the others numbers; the first cell is the row's heading. In
     a legend it also shows the number and the line style of the row's curve.
     """
-    # The HTML attribute of the cells of each column.
+    # The HTML attribute of the cells of each column; numbers need none.
     classes = [' class="text"' if column < texts else "" for column in range(len(rows[0]))]
     head = ""
     for css_class, name in zip(classes, rows[0], strict=True):
@@ -123,7 +124,8 @@ def table(
             cells += f'<th{attributes} scope="row">{html}</th>'
         key = ""
         if is_legend:
-            key = f' data-k="{number + 1}" tabindex="0"'  # see `page`
+            # By `data-k`, `page` highlights the row's curve; by `tabindex`, the keyboard can, too.
+            key = f' data-k="{number + 1}" tabindex="0"'
         body.append(f"<tr{key}>{cells}</tr>")
     rows_html = "\n".join(body)
     # The caption is outside the table, because otherwise it would scroll with the table.

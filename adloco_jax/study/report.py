@@ -1,4 +1,9 @@
-"""The report on one or more runs: a self-contained web page, and the runs' totals as JSON."""
+"""The report on one or more runs: a self-contained web page, and the runs' totals as JSON.
+
+A variant is a group of runs whose configs differ only in the seed. A run here (`RunRecord`) is its
+folder and the lines of its ledger, dicts with their kind under `event`. The consensus is the model
+that stands for all trainers: the only one, the best, or their average.
+"""
 
 import json
 import os
@@ -43,7 +48,8 @@ def write(
     Args:
       runs: The runs' folders.
       folder: Output folder, created if it does not exist. Each file is replaced atomically.
-      labels: See `curves.variants`.
+      labels: A label for each run, of which the first of a variant counts. None: the folders'
+        paths.
 
     Returns:
       The path of `index.html`, which needs no other file.
@@ -51,9 +57,11 @@ def write(
     Raises:
       ConfigError: If there are no runs, a run is named twice, or the labels do not fit the runs.
       DataError: If a folder has no ledger, a damaged one, or one without a finished round.
+      OSError: If a file cannot be written.
     """
     variants = _read(runs, labels)
     folder = Path(folder)
+    # The command that makes the same report, which the page shows.
     words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
     if labels:
         words += ["--labels", *labels]
@@ -66,7 +74,7 @@ def write(
             caption=f"{loss.caption(variants)} {loss.reading()}",
             columns=2,
             width=1300,
-            right_px=180,
+            right_px=180,  # for the labels of variants
         ),
         "summary.json": json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n",
     }
@@ -95,7 +103,10 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 
 
 def _next_commands(workdir: Path) -> list[str]:
-    """Return lines on what to do next: generate text, and train on if only some rows were read."""
+    """Return lines on what to do next: generate text, and train on if only some rows were read.
+
+    A run of `fit` gets no command to train on, because a command does not have its model.
+    """
     run = shlex.quote(str(workdir))
     commands = []
     record = curves.read_run(workdir)
@@ -119,7 +130,11 @@ def _next_commands(workdir: Path) -> list[str]:
 
 
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
-    """Read the ledgers of runs, each with a round that has ended, and group them."""
+    """Read the ledgers of runs, each with a round that has ended, and group them.
+
+    Raises ConfigError if there are no runs, one is named twice, or the labels do not fit; DataError
+    if a ledger is missing or damaged, or has no round that has ended.
+    """
     records = [curves.read_run(run) for run in runs]
     for run in records:
         if not curves.lines(run.events, "round"):
@@ -167,7 +182,7 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
 def _totals_table(variants: Sequence[Variant]) -> str:
     """Return the HTML of the table of totals, a row for each variant.
 
-    A total that no run has is left out.
+    A total that no run has is left out. With several variants, the rows are the charts' legend too.
     """
     caption = "Synchronisations are blocking and summed over trainers."
     if any(len(variant.runs) > 1 for variant in variants):
@@ -180,7 +195,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
         if not is_known:
             continue
         for row, values in zip(rows, by_variant, strict=True):
-            row[title] = _spread(values, shown)
+            row[title] = _spread(values, shown)  # a cell more in the variant's row
     return page.table(caption, rows, is_legend=len(variants) > 1)
 
 
@@ -215,7 +230,11 @@ def _state(run: RunRecord) -> str:
 
 
 def _measures(run: RunRecord) -> dict:
-    """Return the totals of a run, in which averaging trainers for the consensus is counted."""
+    """Return the totals of a run, in which averaging trainers for the consensus is counted.
+
+    A consensus that is an average needs all trainers' parameters in one place. The last evaluation
+    did that, so its cost is added.
+    """
     found = summary.totals(run.events)
     found["syncs_total"] += found["consensus_syncs"]
     found["bytes_total"] += found["consensus_bytes"]
@@ -225,7 +244,7 @@ def _measures(run: RunRecord) -> dict:
 def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
     """Show the median of values, and their range unless it is shown alike.
 
-    `shown` formats a value. "-": a value is None.
+    `shown` formats a value. Returns "-" if a run lacks the value (None).
     """
     if any(value is None for value in values):
         return "-"
@@ -270,6 +289,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     if samples:
         # A sample has the beginning of a text, and what the model wrote after it.
         beginning, _ = samples[-1]["sample"]
+        # They continue the same text, so that its beginning is shown once, as the caption.
         rows = [{"round": str(e["round"]), "continued": e["sample"][1]} for e in samples]
         caption = f"How the consensus continues this held-out text: {beginning}"
         parts["Samples"] = page.table(caption, rows, texts=2)
@@ -299,11 +319,15 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
 
 
 def _merge_row(e: dict) -> dict[str, str]:
-    """Return the cells of a merge or of a refused one, from its line of the ledger."""
+    """Return the cells of a merge or of a refused one, from its line of the ledger.
+
+    A merge is refused if it would raise the loss too much; "barrier" is by how much the loss of the
+    merged model is above its members' losses, averaged by their weights.
+    """
     into = str(e["into"])
     if e["event"] == "refusal":
         into = "refused"
-    total = sum(e["weights"]) or 1
+    total = sum(e["weights"]) or 1  # never divided by zero
     barrier = "not finite"
     if e["barrier"] is not None:
         barrier = f"{e['barrier']:+.4f}"

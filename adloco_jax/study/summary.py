@@ -1,4 +1,9 @@
-"""The totals of a run as numbers and as text, and the table that is printed at its end."""
+"""The totals of a run as numbers and as text, and the table that is printed at its end.
+
+They are computed from the lines of its ledger, dicts with their kind under `event`. A learner is
+another process that trains workers; a worker's round counts if its result came in time and was
+used. The consensus is the model that stands for all trainers.
+"""
 
 import itertools
 import math
@@ -38,7 +43,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
             if member != merge["into"]:
                 absorbed_by[member] = merge["into"]
 
-    rows: list[tuple[str, ...]] = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]  # the cells of each line, as text
     for trainer, rounds in by_trainer(lines(events, "round")).items():
         begin = rounds[0]
         end = rounds[-1]
@@ -56,9 +61,11 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
         )
         rows.append(row)
 
+    # All cells of a column are as wide as its widest, to the right.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     printed = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     header = printed[0]
+    # The names take 16 characters, a little more than the longest.
     facts = [f"{name:<16}{value}" for name, value in totals_as_text(totals(events))]
     return "\n".join([header, "-" * len(header), *printed[1:], "", *facts])
 
@@ -93,7 +100,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         num_guesses = start["config"]["model"]["vocab_size"]
     if classes and unit == "nats/example":
         num_guesses = len(classes)
-    chance_loss = None
+    chance_loss = None  # of a model for which all answers are equally likely
     if num_guesses:
         chance_loss = math.log(num_guesses)
     nats_per_byte = None
@@ -115,12 +122,13 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     participation = None
     if expected:
         participation = counted / expected
+    # How often each thing that can go wrong with a learner has happened.
     happened = [e["what"] for e in lines(events, "learner")]
     num_troubles = {f"learners_{what}": happened.count(what) for what in _TROUBLES}
     learners_s = {}  # seconds of all learners by use
     for use in (*USES, "lost"):
         learners_s[f"learners_{use}_s"] = sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
-    spent_s = seconds_by_use(events)
+    spent_s = seconds_by_use(events)  # seconds of the run by use
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e.get("tokens", 0) for e in spent),
@@ -167,14 +175,15 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 
 
 def goodput(events: Sequence[dict]) -> float | None:
-    """Goodput of a run: counted tokens / (seconds up × rate), from 0 to about 1.
+    """Return which part of what learners could have trained on while they were up has counted.
 
-    Seconds up are summed over all processes, from their start until their end (`up_s`).
-    The rate is a process's tokens per second in rounds without a fault: every worker counted, and
-    no learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
-    which compiles, is not used. None: without learners or such a round.
+    It is the tokens that counted, divided by the seconds up times the rate; from 0 to about 1.
+    Seconds up are summed over all learners, from their start until their end (`up_s`). The rate is
+    a learner's tokens per second in calm rounds: every worker counted, and no learner joined, left,
+    was lost, late, clipped, rejected or refused. A trainer's first round, which compiles, is not
+    calm. None: without learners or a calm round.
     """
-    # Sums over all rounds, and over rounds without a fault.
+    # Sums over all rounds, and over calm rounds.
     tokens = 0
     up_s = 0.0
     calm_tokens = 0
@@ -187,7 +196,7 @@ def goodput(events: Sequence[dict]) -> float | None:
         group = [*written]
         was_struck = is_struck
         is_struck = group[0]["event"] == "learner"
-        if group[0]["event"] == "start":
+        if group[0]["event"] == "start":  # new processes compile again
             started.clear()
         if group[0]["event"] != "round":
             continue
@@ -203,13 +212,14 @@ def goodput(events: Sequence[dict]) -> float | None:
         started.update(trainers)
     if not up_s or not calm_tokens:
         return None
-    return tokens / up_s * calm_up_s / calm_tokens
+    return tokens / up_s * calm_up_s / calm_tokens  # by the rate, calm_tokens / calm_up_s
 
 
 def _written_with(event: dict) -> tuple:
     """Return a key that successive lines share if they were written together.
 
-    Trainers that end a round together state the same seconds.
+    Trainers that end a round together state the same seconds. Other lines have none, so that all
+    neighbours of one kind share a key.
     """
     return event["event"], event.get("step_s")
 
@@ -247,6 +257,7 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
     }
     if t["consensus_syncs"]:
         gathered = in_bytes(t["consensus_bytes"])
+        # Without a name, so that it reads on from the line before.
         facts[""] = f"and {t['consensus_syncs']} with {gathered}, to average the consensus"
     facts["merges"] = merges
     facts["batch growths"] = str(t["num_batch_growths"])
@@ -262,6 +273,7 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
         facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:
         facts["goodput"] = f"{t['goodput']:.1%} of the tokens that learners could train on while up"
+    # What learners say they did, and of lost ones the seconds since they last said so.
     learners_s = {use: t[f"learners_{use}_s"] for use in (*USES, "lost")}
     if any(learners_s.values()):
         told = [f"{use} {seconds(spent_s)}" for use, spent_s in learners_s.items()]
@@ -270,7 +282,10 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
 
 
 def _scores_as_text(t: dict) -> list[tuple[str, str]]:
-    """Return the held-out loss and other scores of `totals`, as pairs of a name and a text."""
+    """Return the held-out loss and other scores as pairs of a name and a text.
+
+    `t` is what `totals` returned.
+    """
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
@@ -284,7 +299,7 @@ def _scores_as_text(t: dict) -> list[tuple[str, str]]:
         loss += f" (chance {t['chance_loss']:.2f})"
     facts = [("held-out loss", f"{loss}, {measured}")]
     for name in ("accuracy", "perplexity", "nats_per_byte", "bits_per_byte"):
-        if t[name] is not None:
+        if t[name] is not None:  # those that this kind of model has
             facts.append((name.replace("_", " "), number(t[name])))
     for label, row in enumerate(t["classes"] or []):
         scores = []
@@ -304,7 +319,7 @@ def number(value: float | None) -> str:
     """Format a loss or a score with four decimals; None becomes "not finite"."""
     if value is None:
         return "not finite"
-    if value < 1e5:
+    if value < 1e5:  # larger ones, such as a perplexity, would be too long
         return f"{value:.4f}"
     return f"{value:.3e}"
 
