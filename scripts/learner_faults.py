@@ -167,6 +167,8 @@ def clock(run: Run) -> None:
             f" 15 rounds of {run.usual_s():.1f} s; workers counted {counted}",
             flush=True,
         )
+        other = [e for e in run.events("learner") if e["what"] not in ("joined", "lost")]
+        print(f"what else the ledger says: {other[-3:]}", flush=True)
         learner.terminate()
         learner.wait()
 
