@@ -381,7 +381,7 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
     is_known = isinstance(role, str) and role in _ROLES
     _require(is_known, at, given, f"a role, one of {', '.join(_ROLES)}")
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
-    turn["role"] = _ROLES[str(role)]
+    turn["role"] = _ROLES[str(role)]  # `str` only tells the type checker that it is one
     if role == "function_call":  # its content is the calls, as JSON
         calls = _list_of_objects(_parsed(turn.pop("content", None)), f"{at}: a function_call")
         turn["tool_calls"] = [_with_type(call) for call in calls]
@@ -392,7 +392,7 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
     parts = turn.get("content")
     if isinstance(parts, list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        if all(isinstance(text, str) for text in texts):
+        if all(isinstance(text, str) for text in texts):  # else the check below refuses the list
             turn["content"] = "".join(map(str, texts))
 
     # A turn needs a content, or calls that the template writes.
@@ -450,7 +450,7 @@ def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
     Some templates write the end of an answer only with the turn that follows. Then it is added
     here, so that the model learns to stop.
     """
-    assert tokenizer.render is not None
+    assert tokenizer.render is not None  # `read` refuses a chat without a template
     text = tokenizer.render(chat.turns, prompts=False, tools=chat.tools)
     is_answer = chat.turns[-1]["role"] == "assistant"
     if is_answer and tokenizer.turn_end and without_end(text, ends) == text:
@@ -502,7 +502,7 @@ def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     Raises DataError if some answers do not count, and the template does not mark exactly one span
     for each answer.
     """
-    assert tokenizer.mark is not None
+    assert tokenizer.mark is not None  # the template marks answers
     marks = tokenizer.mark(chat.turns, chat.tools)
     all_answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
     if chat.answers == all_answers:
@@ -521,7 +521,7 @@ def _span_by_all_turns(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> 
     None if the template writes these turns otherwise in the whole chat.
     """
     render = tokenizer.render
-    assert render is not None
+    assert render is not None  # `read` refuses a chat without a template
     is_first = i == 0
     earlier = chat.turns[:i]
     if is_first:
@@ -551,7 +551,7 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
     The chat is rendered with a mark at the end of each content. A turn without content has the end
     of the turn before. None if the template writes other text because of the marks.
     """
-    assert tokenizer.render is not None
+    assert tokenizer.render is not None  # `read` refuses a chat without a template
     marked: list[Turn] = []
     has_mark: list[bool] = []
     for turn in chat.turns:
@@ -586,7 +586,7 @@ def _span_by_question(
     rendered between the contents of the turns around this one.
     """
     render = tokenizer.render
-    assert render is not None
+    assert render is not None  # `read` refuses a chat without a template
     question = [chat.turns[i - 1]]
     if question[0]["role"] != "user":  # templates refuse a chat that does not begin with a user
         question = [_ASKED, *question]

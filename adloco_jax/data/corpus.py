@@ -101,7 +101,8 @@ class Corpus:
     def describe(self) -> str:
         """Describe the rows of a run in words, with an excerpt of a training row."""
         tokenizer = self.tokenizer
-        row = as_row_batch(self.batch(0, 0, 0, 1)).tokens[0]
+        first = self.batch(trainer=0, stream=0, start=0, count=1)
+        row = as_row_batch(first).tokens[0]
         num_train = str(len(self.rows))
         num_heldout = str(len(self.heldout_rows))
         of_class = ""

@@ -260,7 +260,7 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     names: set[str] = set()
     for cause in chain:
         names.update(_class_names(cause))
-    codes = {_status(cause) for cause in chain}
+    codes = {_status(cause) for cause in chain}  # of HTTP; 0 for an error without one
     if names & _REFUSED or codes & _REFUSED_CODES:
         how = "set credentials in the environment, or log in (hf auth login)"
         return ConfigError(f"{where}: no access ({reason(error)}); {how}")
@@ -274,7 +274,10 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
 
 
 def _with_causes(error: BaseException) -> list[BaseException]:
-    """Return an error, its cause, the cause of this one, and so on."""
+    """Return an error, its cause, the cause of this one, and so on, up to `_MAX_CAUSES`.
+
+    The cause is what `raise ... from` names, or else the error that was handled meanwhile.
+    """
     chain = [error]
     while len(chain) < _MAX_CAUSES:
         cause = chain[-1].__cause__ or chain[-1].__context__

@@ -642,12 +642,14 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
     `HELDOUT`'s, without `answers` if the documents are no chats.
     """
     lengths_N = text.about["length"]
+    # Create the files, whose arrays are memory-mapped, and choose the place of each document.
     train = _laid_out(
         job, lengths_N, masks.train, folder=folder, files=TRAIN, limit=job.data.num_sequences
     )
     heldout = _laid_out(
         job, lengths_N, masks.heldout, folder=folder, files=HELDOUT, limit=job.heldout_limit
     )
+    # Write the tokens of some documents at a time to their places.
     for tokens, which in text.pieces():
         lengths = lengths_N[which]
         offsets = np.cumsum(lengths) - lengths  # of each document's first token in `tokens`
@@ -727,7 +729,7 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     num_rows = 0
     open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by the space that is left
     spaces = 0  # bit s is set if a row with space s is open; so the search takes one operation
-    for index, length in enumerate(lengths.tolist()):
+    for index, length in enumerate(lengths.tolist()):  # integers of Python, whatever their size
         fitting_spaces = spaces >> length << length  # clear the bits of spaces below `length`
         if fitting_spaces:
             lowest_bit = fitting_spaces & -fitting_spaces  # all others are cleared
@@ -779,7 +781,8 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
 
     def save(path: Path, chosen: np.ndarray, where: str) -> None:
         """Save the rows of a side, if each class has some; `where` names its text in messages."""
-        counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
+        assert job.num_classes is not None  # the texts are labelled
+        counts = np.bincount(chosen[:, 0], minlength=job.num_classes)
         if counts.min() < 1:
             raise DataError(
                 f"{where}: have {', '.join(map(str, counts))} texts of classes 0 to"

@@ -119,7 +119,7 @@ def stream_rows(
     Args:
       order: The numbers that determine the order in this run.
       trainer: Permanent id of the trainer, not its position in the stack of trainers.
-      stream: Number of the stream in [0, num_streams), which has rows (`order_of`).
+      stream: Number of the stream in [0, num_streams). It has rows, as `order_of` makes sure.
       start: Number of rows of the stream that were read before (the cursor).
       count: Number of rows, beyond the end of an epoch if need be.
 
