@@ -553,7 +553,9 @@ class BucketTransport:
             self._write_heartbeat()
 
         # One learner's request does not wait for another's, but for its parameters.
-        params = self._writes.get(message.params or "")
+        params = None  # the future of their write, if it is still known
+        if message.params is not None:
+            params = self._writes.get(message.params)
         exchange.writes = self._act_in_thread(write, exchange.writes, params)
         return call, len(data)
 

@@ -136,8 +136,9 @@ def _connect(address: str) -> None:
 def _start(num_learners: int, folder: str) -> None:
     """Start a cluster whose files are in a folder; learners import from the driver's folders.
 
-    Ray's processes inherit the environment, which is changed for the start. Raises ConfigError if
-    Ray was imported with another environment, ResourceError if no cluster can be started.
+    Ray's processes inherit the environment. So it is changed for the start, and `RAY_TMPDIR` and
+    `PYTHONPATH` are set back afterwards. Raises ConfigError if Ray was imported with another
+    environment, ResourceError if no cluster can be started.
     """
     if "ray" in sys.modules and not _ENVIRONMENT.items() <= os.environ.items():
         needed = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
