@@ -119,9 +119,9 @@ def learner_setup(
       has_files: Whether this machine has the driver's files at the same paths.
 
     Raises:
-      ConfigError: If version, data, weights or table entries are not those of the driver, `parts`
-        is given or lacks against the kind of run, a setting breaks a rule, or an address is not
-        accepted.
+      ConfigError: If version, data, weights or table entries are not those of the driver; `parts`
+        is missing for a run of `fit`, or given for one of `train`; a setting breaks a rule; or an
+        address is not accepted.
       DataError: If this machine's data or weights are missing or damaged.
       Refused: If a file that the driver serves is not as its description says.
       ResourceError: If the driver cannot be reached.
@@ -132,7 +132,8 @@ def learner_setup(
         if run.by_fit:
             way = "fit: call adloco_jax.join there"
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
-    # By key such as data.path: the driver's settings, and this machine's in place of some.
+    # By key such as data.path: the driver's settings, and this machine's in place of some. The
+    # driver's came as JSON, whose lists are tuples in settings.
     values: dict[str, Any] = flatten_dict(with_tuples(run.settings), sep=".")
     values.update(own)
 
@@ -140,6 +141,7 @@ def learner_setup(
     served = set()
     if not has_files:
         served = {file.kind for file in run.files}
+    # This machine makes its rows itself from its own text or with its own tokenizer.
     if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(values, "data.path"):
         served.discard(ROWS)
     if "model.init_from" in own or _is_on_hub(values, "model.init_from"):
@@ -153,6 +155,7 @@ def learner_setup(
     if ROWS in served:  # the driver has made rows of the data already
         read = ["model.init_from"]
     foreign = [key for key in read if "://" in str(values.get(key))]
+    # Of a run of `fit`, this machine's own code, `parts`, reads the data.
     if foreign and not (accepts or run.by_fit):
         named = ", ".join(f"{key} = {values[key]!r}" for key in foreign)
         raise ConfigError(

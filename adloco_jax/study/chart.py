@@ -22,6 +22,7 @@ _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _UNITS = 4000  # range of a curve's coordinates, in both directions
 _MAX_BINS = 4000  # bins of all curves of a chart; a bin holds up to four points
+_LEAST_BINS = 50  # bins of each curve nevertheless, with which it still shows
 _HUGE = 1e290  # limit of drawn values, so that sums do not overflow
 _MAX_TICKS = 5  # number of ticks that fit a phone's width
 _MAX_LABEL = 22  # characters of a curve's label
@@ -251,8 +252,10 @@ def chart(
     Labels are at least `label_px` apart, if the box of `height` pixels has room.
     """
     # A bin is a part of the horizontal axis, in which a curve has at most four points. Many curves
-    # share the bins of a chart, so that the page stays small; 50 bins still show a curve.
-    num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
+    # share the bins of a chart, so that the page stays small. A bin is four coordinates wide at
+    # least, one for each of its points.
+    num_bins = min(_UNITS // 4, _MAX_BINS // max(1, len(curves)))
+    num_bins = max(_LEAST_BINS, num_bins)
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
 
     ends = {}  # the last point of each curve with a label, by the curve's index
@@ -491,13 +494,13 @@ def _placed(
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
     """Keep the first, last, highest and lowest point of each bin of the horizontal axis.
 
-    A curve looks the same with these. Few points are all kept.
+    A curve looks the same with these. Points that are at most two for each bin are all kept.
     """
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}  # positions in `points`, by bin
     for index, (across, _) in enumerate(points):
-        number = across * num_bins // (_UNITS + 1)
+        number = across * num_bins // (_UNITS + 1)  # `across` is from 0 to _UNITS
         bins.setdefault(number, []).append(index)
     kept = []
     for members in bins.values():

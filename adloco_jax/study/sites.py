@@ -21,7 +21,7 @@ from adloco_jax.settings import BatchingSettings, Settings, bytes_per_s
 # are the methods that no other one beats in both numbers.
 MEASURED_PARAMS = 75_600
 _FURTHEST = 10  # times MEASURED_PARAMS: of larger models the advice names no method
-_MEASURED_UPDATES = 4  # the first compiles, and the fastest counts
+_MEASURED_UPDATES = 4  # updates to measure a machine's speed
 FRONT = {
     "diloco, rounds of 55": (1382, 25.1),
     "diloco, rounds of 110": (1569, 14.3),
@@ -133,6 +133,7 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
     size = batching.initial_batch_size
     if batching.max_batch_size is not None:
         size = min(size, batching.max_batch_size)
+    # `spec` has the shapes of parameters and frozen weights, and of a row.
     params, base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (spec.params, spec.base))
     loss_fn = spec.loss_fn
     if base is not None:  # frozen weights of a model with an adapter, which the loss takes too
@@ -148,7 +149,7 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
     state = spec.inner_tx.init(params)
     rows_B = jax.tree.map(lambda leaf: np.ones((size, *leaf.shape), leaf.dtype), spec.row)
     seconds = []
-    for _ in range(_MEASURED_UPDATES):
+    for _ in range(_MEASURED_UPDATES):  # the first one compiles, so the fastest counts
         start_s = time.perf_counter()
         params, state = jax.block_until_ready(update(params, state, rows_B))
         seconds.append(time.perf_counter() - start_s)

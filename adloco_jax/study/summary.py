@@ -343,4 +343,5 @@ def short(value: float, unit: str = "") -> str:
     power = 0  # of 1000
     if abs(value) >= 1000:
         power = min(len(prefixes) - 1, int(math.log10(abs(value)) // 3))
+    # Without prefix and unit, the space is taken away again.
     return f"{value / 1000**power:g} {prefixes[power]}{unit}".rstrip()

@@ -159,7 +159,7 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
     layout = Layout(control.sizes)
 
     def make(key, params):
-        """Make the ensemble of one model; without `params`, of a new one by a random key."""
+        """Give every trainer these parameters; None: new ones, drawn by the random key."""
         if params is None:
             params = run.model.init_fn(key)
         return first_ensemble(spec, layout.sizes, params)
@@ -167,6 +167,7 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
     # Compiled with shardings, so that each device makes only its part.
     shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))  # of each array
     key = jax.random.key(run.settings.seed)
+    # `run.model.params`: those that the run begins with, or None.
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
 
@@ -215,17 +216,18 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
 def host_record(run: Run, recorded: dict, state: State) -> dict:
     """Return what `host.json` stores of a run and its state.
 
-    `recorded` has the last held-out loss and the run's seconds so far, as `loss` and `wall_s`. The
-    other keys are told at the top of `checkpoint.py`.
+    `recorded` has the last held-out loss and the run's seconds so far, as `loss` and `wall_s`.
     """
     return {
         "control": dataclasses.asdict(state.control),
+        # As set, perhaps None; `control` has the micro-batch that was found.
         "max_batch_size_given": run.settings.batching.max_batch_size,
         **recorded,
         "data": {
             "fingerprint": run.corpus.fingerprint,
-            "shards": list(run.corpus.shards),
+            "shards": list(run.corpus.shards),  # a record of each file
         },
+        # Only for people to read.
         "config": run.settings.model_dump(),
         "versions": versions(),
         "devices": run.spec.machine.describe(),
