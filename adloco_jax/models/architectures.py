@@ -48,14 +48,17 @@ class Architecture:
 
 
 def _attributes(weights: WeightMap, checkpoint: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes with which the class `weights.model` is built.
+    """Return the attributes with which the class `weights.model` is built, by name.
 
     Args:
       weights: The architecture's weight map.
       checkpoint: The text of a checkpoint's config.json, which describes more than the sizes. Empty
         if there is no checkpoint.
-      keywords: Keywords of `Architecture.build`. Those that name no attribute are ignored; others
-        go before the checkpoint's.
+      keywords: Keywords of `Architecture.build`. Those that name no attribute are ignored. Others
+        replace what the checkpoint says.
+
+    Raises:
+      Unusable: If the checkpoint's config.json describes a model that is not supported.
     """
     attributes: dict[str, Any] = {}
     if checkpoint:

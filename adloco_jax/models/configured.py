@@ -41,13 +41,16 @@ def build_network(
       remat: Whether layers are rematerialised; None: if `model.remat` is true.
       attention: The kernel of attention.
       layer_form: How layers follow one another (`models.kernels.run_layers`).
+
+    Raises:
+      ConfigError: If the architecture's function `build` raises an error.
     """
     # `SIZES` names the settings that are sizes. The keyword `adapter` is given only with an
     # adapter, because some architectures have no such keyword.
     keywords: dict[str, Any] = {name: getattr(model, name) for name in SIZES}
     if adapter.rank:
         keywords["adapter"] = Adapter(adapter.rank, adapter.alpha, adapter.layers)
-    # An error inside `build` becomes a ConfigError, because a user may have added the architecture.
+    # `own_code` turns an error inside `build` into a ConfigError: the architecture may be a user's.
     build = own_code(f"model.arch = {model.arch}")(ARCHITECTURES[model.arch].build)
     return build(
         **keywords,
@@ -69,7 +72,8 @@ def build_model(
 ) -> tuple[InitFn, LossFn]:
     """Return the functions that initialise the model and compute its loss.
 
-    The arguments are those of `build_network`.
+    The arguments are those of `build_network`. Raises ConfigError if the architecture's functions
+    `build` or `loss` raise an error.
     """
     network = build_network(model, adapter, remat=remat, attention=attention, layer_form=layer_form)
     loss = ARCHITECTURES[model.arch].loss
@@ -81,8 +85,8 @@ def initialiser(network: nn.Module) -> InitFn:
     """Return the function that draws a network's parameters with a typed PRNG key."""
 
     def init_fn(key: Array) -> PyTree:
-        """Draw the parameters."""
-        # Parameters do not depend on the shape of the tokens.
+        """Return a tree of parameters, drawn with the key."""
+        # Parameters do not depend on the tokens, so that one of any id suffices.
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     return init_fn

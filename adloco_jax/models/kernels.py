@@ -7,6 +7,8 @@ heads, G key and value heads, K features of a head. Attention is computed for a 
 a time: r is the query heads of one key/value head (H / G), l the positions of a block of queries, q
 these for all r heads (r l, heads first), s the keys that a block may see, t or T earlier positions
 of a text that is generated. A `d` before a name is its tangent or cotangent.
+
+`kept(x)` is x, marked to be kept for the backward pass, which recomputes what is not marked.
 """
 
 import functools
@@ -86,7 +88,8 @@ def _attend_block(
     """Return the attention output [B, G, q, K] of a block of queries.
 
     The queries are those of the last l of the s positions, and of r = `num_shared` heads for each
-    key head. `starts_Bl` is the first position that each may see; None: position 0.
+    key head. `starts_Bl` is the first position that each may see; None: position 0. The derivative
+    is `_attend_block_jvp`.
     """
     y_BGqK, _ = _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, starts_Bl, num_shared)
     return y_BGqK
@@ -95,7 +98,11 @@ def _attend_block(
 def _attend_block_and_sums(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, starts_Bl: Array | None, num_shared: int
 ) -> tuple[Array, Array]:
-    """Return `_attend_block`, and the log of each query's sum of exponentials [B, G, q, 1]."""
+    """Return the attention output of a block of queries, and the logs of the softmax's sums.
+
+    The arguments and the output [B, G, q, K] are those of `_attend_block`. The second result is the
+    log of the sum of exp(score) over the keys that a query sees, float32 [B, G, q, 1].
+    """
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)  # subtracted, so that no power overflows
@@ -113,9 +120,10 @@ def _attend_block_and_sums(
 # to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """Return the output of `_attend_block`, and its tangent, both [B, G, q, K].
+    """Return the attention output of a block of queries, and its tangent, both [B, G, q, K].
 
     `primals` are the four arrays that `_attend_block` is given, and `tangents` their tangents.
+    For the backward pass JAX transposes the tangent.
     """
     q, k, v, starts = primals
     dq, dk, dv, _ = tangents
@@ -125,6 +133,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q, k, starts, num_shared).swapaxes(-1, -2), scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))  # those of the softmax, [B, G, s, q]
+    # Keys that a query does not see need no mask here: their weights are zero.
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
     # The derivatives of the weights as if their sum were constant. The derivative of the sum enters
     # below, in the term with y.
@@ -156,9 +165,10 @@ def _visible(
 
 
 def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None = None) -> Array:
-    """Compute causal attention [B, L, H, K] with cuDNN's kernel; queries are already scaled.
+    """Compute causal attention [B, L, H, K] with cuDNN's kernel.
 
-    `starts_BL` is the first position to which each position attends, in all heads; None: 0.
+    Queries are already scaled, so that the kernel's own scale is 1. `starts_BL` is the first
+    position to which each position attends, in all heads; None: position 0.
     """
     mask = None
     if starts_BL is not None:  # [B, 1, L, L]: by query and key
@@ -195,7 +205,7 @@ def _in_one_batch(function: Callable) -> Callable:
             if not has_axis:
                 array = jnp.broadcast_to(array, (axis_size, *array.shape))
             merged.append(array.reshape(-1, *array.shape[2:]))
-        results = mapped(*merged)
+        results = mapped(*merged)  # not `function`: there may be a further `vmap` around this one
         split = jax.tree.map(lambda y: y.reshape(axis_size, -1, *y.shape[1:]), results)
         return split, jax.tree.map(lambda y: True, results)
 
@@ -208,7 +218,10 @@ _fused_batch_grads = _in_one_batch(_fused_grads)
 
 @jax.custom_vjp
 def _attend_in_documents(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array) -> Array:
-    """Compute `_fused` with `starts_BL`, also under `vmap`; differentiable in reverse mode."""
+    """Compute causal attention within documents by cuDNN's kernel, [B, L, H, K] as in `_fused`.
+
+    It works under `vmap`, and is differentiable in reverse mode only.
+    """
     return _fused_batch(q_BLHK, k_BLGK, v_BLGK, starts_BL)
 
 
@@ -228,34 +241,43 @@ _attend_in_documents.defvjp(_attend_in_documents_forward, _attend_in_documents_b
 def _attend_cudnn(
     q_BHLK: Array, k_BGLK: Array, v_BGLK: Array, starts_BL: Array | None = None
 ) -> Array:
-    """Compute `attend` with cuDNN's fused kernel, which does not store the scores."""
+    """Compute causal grouped-query attention with cuDNN's kernel, which does not store the scores.
 
-    def attend(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
-        """Return the attention output [B, L, H, K]; here positions precede heads."""
+    The arguments and the result [B, L, D] are those of `attend`.
+    """
+
+    def call_kernel(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
+        """Return the attention output [B, L, H, K] of the examples that are given."""
         if starts_BL is None:
             return _fused(q_BLHK, k_BLGK, v_BLGK)
-        starts_BL = jnp.broadcast_to(starts_BL, q_BLHK.shape[:2])
+        starts_BL = jnp.broadcast_to(starts_BL, q_BLHK.shape[:2])  # [1, L] if rows are alike
         return _attend_in_documents(q_BLHK, k_BLGK, v_BLGK, starts_BL)
 
+    # The engine divides workers over some axes of the mesh by `shard_map`, and leaves the others to
+    # XLA: the first are "manual" here, and the others "auto".
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
         # XLA cannot partition the kernel's call if only some axes of the mesh are manual. Make the
-        # others manual too: they divide the examples, or repeat all of them.
+        # others manual too. They divide the examples if these can be divided evenly; if not, each
+        # device computes all of them.
         num_shares = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
         is_divisible = q_BHLK.shape[0] % num_shares == 0
-        batch = P(mesh.auto_axes) if is_divisible else P()
-        attend = jax.shard_map(
-            attend,
-            in_specs=batch,
-            out_specs=batch,
+        examples = P(mesh.auto_axes) if is_divisible else P()
+        call_kernel = jax.shard_map(
+            call_kernel,
+            in_specs=examples,
+            out_specs=examples,
             axis_names=set(mesh.auto_axes),
-            check_vma=False,
+            check_vma=False,  # as in the `shard_map` around this one (`engine.programs`)
         )
+
+    # The kernel wants positions before heads.
     q_BLHK = q_BHLK.transpose(0, 2, 1, 3)
     k_BLGK = k_BGLK.transpose(0, 2, 1, 3)
     v_BLGK = v_BGLK.transpose(0, 2, 1, 3)
-    y_BLHK = attend(q_BLHK, k_BLGK, v_BLGK, starts_BL)
-    return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
+    y_BLHK = call_kernel(q_BLHK, k_BLGK, v_BLGK, starts_BL)
+    y_BLD = y_BLHK.reshape(*y_BLHK.shape[:2], -1)  # heads are concatenated
+    return kept(y_BLD)
 
 
 def attend_past(
@@ -265,14 +287,14 @@ def attend_past(
     v_BGLK: Float[Array, "B G 1 K"],
     is_seen_1T: Bool[Array, "1 T"],
 ) -> Float[Array, "B 1 D"]:
-    """Compute `attend` for one new position (L = 1) of each text.
+    """Compute grouped-query attention of one new position of each text, with heads concatenated.
 
-    `past` is a dict of "keys" and "values". The query sees the new key, and the past keys where
-    `is_seen_1T` is true.
+    `past` is a dict of "keys" and "values". The query, already scaled, sees the new key, and the
+    past keys where `is_seen_1T` is true. The softmax is float32; D is H K.
     """
     B, H, _, K = q_BHLK.shape
     q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)
-    # The new key and value come behind the past ones: [B, G, r, T + 1].
+    # Scores and weights are [B, G, r, T + 1]: those of the new key come behind those of past keys.
     score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
     before = jnp.where(is_seen_1T, score(q_BGrK, past["keys"]), -jnp.inf)
     scores = jnp.concatenate([before, score(q_BGrK, k_BGLK)], axis=-1)
@@ -299,12 +321,12 @@ def multiply_float32(
 
 @multiply_float32.defjvp
 def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """Return the product and its tangent."""
+    """Return the float32 product, and its tangent, computed in the dtype of the factors."""
     x, y = primals
     dx, dy = tangents
-    change = jnp.einsum(subscripts, dx, y) + jnp.einsum(subscripts, x, dy)
     product = jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-    return product, change.astype(jnp.float32)
+    dproduct = jnp.einsum(subscripts, dx, y) + jnp.einsum(subscripts, x, dy)
+    return product, dproduct.astype(jnp.float32)  # JAX requires the dtype of the product
 
 
 # studies/LOG.md, 2026-11-26: the transpose of a lookup is a scatter into the logits' gradient.
@@ -317,7 +339,7 @@ def pick(logits_BLV: Float[Array, "B L V"], ids_BL: Int[Array, "B L"]) -> Float[
 
 
 def _look_up(logits_BLV: Array, ids_BL: Array) -> Array:
-    """Compute `pick` by a lookup, which is fastest on a CPU."""
+    """Return the logit of one id at each position, by a lookup: the fastest way on a CPU."""
     return jnp.take_along_axis(logits_BLV, ids_BL[:, :, None], axis=-1, mode="fill")[:, :, 0]
 
 
@@ -326,14 +348,14 @@ def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the picked logits and their tangent: the same pick of the logits' tangent."""
 
     def sum_up(dlogits_BLV: Array, ids_BL: Array) -> Array:
-        """Compute `pick` by a masked sum, for accelerators."""
+        """Return the tangent of the logit of one id at each position, by a masked sum."""
         is_picked_BLV = jax.nn.one_hot(ids_BL, dlogits_BLV.shape[-1], dtype=bool)
         return jnp.sum(jnp.where(is_picked_BLV, dlogits_BLV, 0), axis=-1)
 
     logits_BLV, ids_BL = primals
     dlogits_BLV, _ = tangents
-    change_BL = lax.platform_dependent(dlogits_BLV, ids_BL, cpu=_look_up, default=sum_up)
-    return pick(logits_BLV, ids_BL), change_BL
+    dpicked_BL = lax.platform_dependent(dlogits_BLV, ids_BL, cpu=_look_up, default=sum_up)
+    return pick(logits_BLV, ids_BL), dpicked_BL
 
 
 # studies/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's writes
@@ -404,28 +426,36 @@ def run_layers(
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
         which is fastest on a CPU, or "inline" every layer, which gives a GPU the fewest kernels.
     """
+    # While parameters are initialised, only `layers` can create them, whatever the form.
     if form == "scan" or layers.is_initializing():
         if len(kinds) == 1:
             return layers(x_BLD, *kinds[0])
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kinds)
         return layers(x_BLD, *stacks, jnp.asarray(order))
 
-    def layer_function(further: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
-        """Return a function of a layer's variables and input, with the arguments of one kind."""
+    def make_layer(arguments: tuple[Array | None, ...]) -> Callable[[PyTree, Array], Any]:
+        """Return the function that applies one layer of a kind.
 
-        def apply(variables: PyTree, x_BLD: Array) -> Any:
+        `arguments` are the kind's further arguments. The function takes the layer's variables and
+        its input [B, L, D], and returns the new activations and the layer's second result.
+        """
+
+        def apply_layer(variables: PyTree, x_BLD: Array) -> Any:
             """Return the layer's new activations, and its second result."""
-            return layer.apply(variables, x_BLD, *further)
+            return layer.apply(variables, x_BLD, *arguments)
 
-        if form == "call":  # what `compute_on` wraps becomes a function of the compiled program
+        if form == "call":
+            # What `compute_on` wraps becomes a function of the compiled program. The device and its
+            # memory are where a program computes anyway, so that nothing else changes.
             space = jax.memory.Space.Device
-            apply = _as_function(apply, compute_type="device", out_memory_spaces=space)
-        return apply
+            return _as_function(apply_layer, compute_type="device", out_memory_spaces=space)
+        return apply_layer
+
+    layer_of_kinds = [make_layer(arguments) for arguments in kinds]
 
     # Split all layers at once, so that the gradients are concatenated in one step too.
-    functions = [layer_function(further) for further in kinds]
     leaves_N, structure = jax.tree.flatten(layers.variables, is_leaf=_is_split)
-    parts_of_leaves = []
+    parts_of_leaves = []  # for each leaf, the arrays of the layers
     for leaf_N in leaves_N:
         if _is_split(leaf_N):
             parts_of_leaves.append(leaf_N)
@@ -434,9 +464,10 @@ def run_layers(
             parts_of_leaves.append([part_1[0] for part_1 in parts_1])
 
     outputs = []
-    for number, leaves in enumerate(zip(*parts_of_leaves, strict=True)):
-        kind = order[number] if order else 0
-        x_BLD, output = functions[kind](structure.unflatten(leaves), x_BLD)
+    for index, leaves in enumerate(zip(*parts_of_leaves, strict=True)):  # leaves of one layer
+        kind = order[index] if order else 0
+        apply_layer = layer_of_kinds[kind]
+        x_BLD, output = apply_layer(structure.unflatten(leaves), x_BLD)
         outputs.append(output)
     return x_BLD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *outputs)
 

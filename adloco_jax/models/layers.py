@@ -9,7 +9,8 @@ has `look_up_tied`.
 
 Axes of arrays: B examples, L positions of an example, V token ids, N layers, D and F the inputs and
 outputs of a layer, A the rank of an adapter, 1 an axis of size one. A name that ends in `_B` alone
-is of an array whose first axis is B.
+is of an array whose first axis is B. Einsums have `precision="highest"` where an accelerator would
+by default round float32 factors.
 """
 
 import dataclasses
@@ -71,12 +72,13 @@ LOW_RANK = ("lora_a", "lora_b")  # the leaves of an adapter
 def merge_adapter(params: PyTree, adapter: Adapter) -> PyTree:
     """Return the parameters of the model without an adapter that computes the same.
 
-    `params` has the adapter's leaves; their products, scaled, are added to the matrices beside.
+    `params` has the adapter's leaves. The product of each pair, times alpha / rank, is added to the
+    "kernel" of the same module.
     """
     leaves: dict[tuple[str, ...], Any] = flatten_dict(params)
     modules = [path[:-1] for path in leaves if path[-1] == "lora_a"]
     for module in modules:
-        a_NDA = leaves.pop((*module, "lora_a"))  # of a module's all N layers
+        a_NDA = leaves.pop((*module, "lora_a"))  # all layers of the module, stacked
         b_NAF = leaves.pop((*module, "lora_b"))
         product = adapter.alpha / adapter.rank * (a_NDA @ b_NAF)
         leaves[*module, "kernel"] = leaves[*module, "kernel"] + product
@@ -150,7 +152,7 @@ def check_length(length: int, max_length: int) -> None:
 def param_shapes(network: nn.Module) -> PyTree:
     """Return a model's parameter tree with `jax.ShapeDtypeStruct` for arrays."""
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    key = jax.eval_shape(jax.random.key, 0)  # a key of its own would start the devices
+    key = jax.eval_shape(jax.random.key, 0)  # a real key would make JAX start its devices
     return jax.eval_shape(network.init, key, tokens_BL)["params"]
 
 
@@ -308,7 +310,7 @@ def _apply_layer(
 
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
-    """Compute `project`."""
+    """Return the product with one matrix at every position, [B, L, F], as `project` describes."""
     batch, length, width = x_BLD.shape
     # All positions are one axis (P). On a CPU, weight gradients summed over two axes made a step
     # 1.2 to 1.4 times as long.
@@ -348,16 +350,17 @@ def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Return squared norms by computing the gradient of each example; for small weights."""
+    """Return the squared norms [B] by computing each example's gradient; for small weights."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Return squared norms of a table's gradient for each example.
+    """Return the squared norm of each example's gradient of a table, [B].
 
-    The gradient's row of a token is the sum r of `dy_BLD` over the token's positions. The squared
-    norm |r|^2 is the sum of dy.r over these positions.
+    `dy_BLD` is the cotangent of the looked-up rows; `weight_grad` is not needed. The gradient's row
+    of a token is the sum r of `dy_BLD` over the token's positions. The squared norm |r|^2 is the
+    sum of dy.r over these positions.
     """
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     row_grads_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
@@ -365,9 +368,10 @@ def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Ar
 
 
 def _tied_norms(weight_grad: Callable, tokens_BL: Array, dy_B: tuple[Array, Array]) -> Array:
-    """Return |e + h|^2 - |h|^2 for the gradients e of the embedding and h of a tied head.
+    """Return |e + h|^2 - |h|^2 for the gradients e of the embedding and h of a tied head, [B].
 
-    `dy_B` has the cotangents of the looked-up rows, and of `TiedTap.rows_BLD`: h at the tokens.
+    The head itself adds |h|^2 to the same tap. `dy_B` has the cotangents of the looked-up rows, and
+    of `TiedTap.rows_BLD`: h at the tokens.
     """
     dy_BLD, rows_BLD = dy_B
     products_B = jnp.sum(dy_BLD * rows_BLD, axis=(1, 2))
@@ -410,7 +414,8 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         return grad
 
     if norms_fn is not None:
-        # Examples with a negative tap are masked out.
+        # Examples with a negative tap are masked out of the weight's gradient, not out of `dx_B`:
+        # each layer masks the gradient of its own weight.
         select = jax.vmap(lambda tap, array: jnp.where(tap < 0, jnp.zeros_like(array), array))
         x_B, dy_B = jax.tree.map(lambda array_B: select(tap_B, array_B), (x_B, dy_B))
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
@@ -429,6 +434,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         """Return the sum of the examples' gradients, and their squared norms [B], in a loop."""
 
         def add_example(grad_sum, example):
+            """Return the sum with one more example's gradient, and this one's squared norm."""
             grad, norm = example_grad(*example)
             return grad_sum + grad, norm
 
@@ -463,18 +469,24 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
-        """Apply `project`, add the product of an adapter, and apply `add_bias` if it has a bias."""
+        """Return x W, plus the adapter's product and the bias if the layer has them.
+
+        `tap_B` measures the gradients of all parameters; a frozen weight has none.
+        """
         num_inputs = x_BLD.shape[-1]
         num_outputs = self.features
         shape = (num_inputs, num_outputs)
+        # The tap of the matrix is None if the matrix is frozen.
         w_DF, kernel_tap_B = _weight_and_tap(self, "kernel", _INIT, shape, tap_B)
         if is_quantised(w_DF):
-            # Without the barrier XLA for GPUs dequantises several layers ahead, and holds them.
+            # The barrier makes the matrix wait for `x_BLD`. Without it XLA for GPUs dequantises the
+            # matrices of several layers ahead, and holds them in memory.
             w_DF, x_BLD = lax.optimization_barrier((w_DF, x_BLD))
             w_DF = dequantised(w_DF)
         y_BLF = project(x_BLD, w_DF, kernel_tap_B, dtype=self.dtype, to_float32=self.to_float32)
 
         if self.adapter is not None:
+            # The product (alpha / rank) x A B with two low-rank matrices, which are never frozen.
             rank = self.adapter.rank
             scale = self.adapter.alpha / rank
             a_DA = self.param("lora_a", _LORA_A_INIT, (num_inputs, rank), jnp.float32)
@@ -506,7 +518,7 @@ class RMSNorm(nn.Module):
         """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
         init = nn.initializers.constant(1 - self.offset)  # so that the gain begins at 1
         gain_D, tap_B = _weight_and_tap(self, "scale", init, x_BLD.shape[-1:], tap_B)
-        if self.offset:  # a frozen parameter may be bfloat16
+        if self.offset:  # added in float32, because a frozen parameter may be bfloat16
             gain_D = gain_D.astype(jnp.float32) + self.offset
         x_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)
@@ -526,7 +538,8 @@ class LayerNorm(nn.Module):
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
-        variance_BL1 = jnp.var(x_BLD, axis=-1, keepdims=True)  # E[x^2] - E[x]^2 would lose digits
+        # `standardize` alone would compute E[x^2] - E[x]^2, which loses digits.
+        variance_BL1 = jnp.var(x_BLD, axis=-1, keepdims=True)
         normed_BLD = jax.nn.standardize(x_BLD, variance=variance_BL1, epsilon=self.eps)
         return add_bias(apply_gain(normed_BLD, gain_D, tap_B), bias_D, tap_B).astype(self.dtype)
 
@@ -545,14 +558,14 @@ class Embed(nn.Module):
         self.embedding, _ = _weight_and_tap(self, "embedding", _INIT, shape)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Apply `look_up` and cast to `dtype`."""
+        """Return the vector of each token, in `dtype`; NaN for an id past the vocabulary."""
         x_BLD = look_up(self.embedding, tokens_BL, self._tap(tap_B))
         return self._without_pad_grad(x_BLD, tokens_BL).astype(self.dtype)
 
     def look_up_tied(
         self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None
     ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
-        """Apply `look_up_tied` and cast to `dtype`."""
+        """Look up a table that is the head's too: return vectors in `dtype`, and the head's tap."""
         x_BLD, tap = look_up_tied(self.embedding, tokens_BL, self._tap(tap_B))
         return self._without_pad_grad(x_BLD, tokens_BL).astype(self.dtype), tap
 
@@ -570,7 +583,7 @@ class Embed(nn.Module):
     def attend(
         self, x_BLD: Float[Array, "B L D"], tap: TiedTap | None = None
     ) -> Float[Array, "B L V"]:
-        """Apply `attend_tied`."""
+        """Return the float32 logits of a tied head; `tap` is from `look_up_tied`."""
         return attend_tied(x_BLD, self.embedding, tap, dtype=self.dtype)
 
 

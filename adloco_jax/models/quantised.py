@@ -49,7 +49,7 @@ def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantis
     64 numbers of a column share a scale, or the largest power of two below 64 that divides D. For
     "nf4", codes and scales are those of bitsandbytes, except for rounding.
     """
-    import qwix  # takes seconds
+    import qwix  # only here, because its import takes seconds
 
     num_inputs, num_outputs = w_DF.shape
     block = math.gcd(_BLOCK, num_inputs)  # a power of two, because 64 is one
@@ -60,8 +60,9 @@ def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantis
     codes = quantised.qvalue
     if kind == "nf4":
         # Pack the codes of two neighbouring outputs into a byte; an odd last one gets a zero.
-        even = jnp.pad(codes, ((0, 0), (0, num_outputs % 2)))
-        codes = jax.lax.bitcast_convert_type(even.reshape(num_inputs, -1, 2), jnp.uint8)
+        padded = jnp.pad(codes, ((0, 0), (0, num_outputs % 2)))
+        pairs = padded.reshape(num_inputs, -1, 2)
+        codes = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
     return Quantised(codes=codes, scales=quantised.scale, kind=kind)
 
 
