@@ -161,7 +161,10 @@ class Preempted(UserError):
 
 
 def end_process(error: BaseException | None) -> NoReturn:
-    """Say why this process ends, and end it; for a thread that fails, which nobody waits for."""
+    """Say why this process ends, and end it; for a thread that fails, which nobody waits for.
+
+    The exit code is that of a UserError, and 1 for another error.
+    """
     if isinstance(error, UserError):
         text = f"{error}\n"
         exit_code = error.exit_code
@@ -169,4 +172,4 @@ def end_process(error: BaseException | None) -> NoReturn:
         text = "".join(traceback.format_exception(error))
         exit_code = 1
     print(without_secrets(text), end="", file=sys.stderr, flush=True)
-    os._exit(exit_code)
+    os._exit(exit_code)  # `sys.exit` would end this thread only

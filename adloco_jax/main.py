@@ -46,7 +46,8 @@ def command() -> NoReturn:
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
     # Also for a job in the background, which a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, _interrupt)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
+    # The share of a GPU's memory that JAX takes; its default is 0.75.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         code = main()
     # Deliberately broad: this prints the traceback that Python would print. Python must not end the
@@ -56,9 +57,10 @@ def command() -> NoReturn:
         if not _is_closed_pipe(error):
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
             code = 1
-    # The module is not imported if an error ended the command early.
+    # A run may have several processes. `all_end` waits some seconds for the others to end too, and
+    # returns whether they have. Its module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.host.processes")
-    together = processes is None or processes.all_end()  # whether all processes of the run end
+    together = processes is None or processes.all_end()
     # JAX's exit waits for processes that do not end. A library that ran out of files or memory may
     # leave a thread that never ends. So the process is ended without cleaning up.
     if code in (ResourceError.exit_code, _CLOSED_PIPE) or not together:
@@ -113,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except SystemExit:  # of argparse, after it has printed help
         return 0
+    # A path that the user has named is in the way, or may not be read or written.
     except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
         return ConfigError.exit_code

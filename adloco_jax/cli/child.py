@@ -21,20 +21,22 @@ def main() -> int:
     """
     # An error on another thread must end the process, because nobody waits for the thread.
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
+    # The share of a GPU's memory that JAX takes; its default is 0.75.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     start = json.loads(sys.stdin.buffer.readline())
-    end_with_parent()
+    end_with_parent()  # from here on: when the standard input ends, since the driver has then ended
     if start["secret"]:
         os.environ["ADLOCO_KEY"] = start["secret"]
     try:
+        # Config files may add entries to tables, such as an optimizer, which the run names.
         for config in start["configs"]:
             add_entries(config)
         join(
             start["address"],
-            own={},
             # The driver, on this computer, reads the same data and has the same files.
+            own={},
             accepts_data=True,
-            patience_s=math.inf,
+            patience_s=math.inf,  # `end_with_parent` ends this process if the driver is gone
             key=bytes.fromhex(start["key"]),
             has_files=True,
         )

@@ -39,7 +39,10 @@ def ticket(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Write a report on one or more runs."""
+    """Write a report on one or more runs, and print where; one run has it in its own folder.
+
+    Raises ConfigError if several runs have no `--out` folder.
+    """
     from adloco_jax.study.report import write
 
     if options.out is None and len(options.run) > 1:
@@ -50,20 +53,20 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 def join(options: argparse.Namespace, command: str) -> None:
     """Train for a run, of another process, until it is over or a signal asks to leave."""
-    from adloco_jax.run.join import OWN, join
+    from adloco_jax.run import join as joining
 
-    add_entries(options.config)
+    add_entries(options.config)  # table entries that the run names, such as an optimizer
     own = {}  # this machine's values of settings that name files
-    for key in OWN:
+    for key in joining.OWN:
         value = vars(options)[f"config.{key}"]
         if value is not None:
             own[key] = value
-    join(
+    joining.join(
         options.address,
         own=own,
         accepts_data=options.accept_data,
         workdir=options.workdir,
-        patience_s=60 * options.leave_after,
+        patience_s=60 * options.leave_after,  # the option is in minutes
     )
 
 
@@ -92,7 +95,7 @@ def export(options: argparse.Namespace, command: str) -> None:
         card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
     except DataError as error:  # a damaged ledger, which the model does not need
         print(f"the card was not written: {error}", file=sys.stderr)
-    source = SOURCES.get(trained.source, trained.source)
+    source = SOURCES.get(trained.source, trained.source)  # else "trainer 3"
     merged = ", the adapter in the weights as published" if options.merge else ""
     print(f"{out}: round {trained.round}, {source}, {dtype}{merged}")
 
@@ -109,7 +112,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
     add_entries(options.config)
     folder = options.model
     if is_run(folder):
-        refuse_fit(Path(folder))
+        refuse_fit(Path(folder))  # a run of `fit` has a model of the user, maybe no Llama
         folder = str(Path(folder) / "export")
         if not os.path.exists(folder):
             raise ConfigError(f"{folder}: not there yet; write: adloco export {options.model}")

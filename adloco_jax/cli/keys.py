@@ -42,6 +42,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     else:
         with contextlib.suppress(ValidationError):
             value = TypeAdapter(kind).validate_strings(text)
+    # Else a ConfigDict refuses keys and types that it does not have yet; `validate` checks both.
     with holder.unlocked(), holder.ignore_type():
         holder[name] = value
 
@@ -59,7 +60,7 @@ def allowed(key: str) -> str:
     if group:
         schema = schema["$defs"][GROUPS[group].__name__]
     default = default_of(key)
-    if key in FOUND:  # its default is looked for in the data or the checkpoint
+    if key in FOUND:  # a key whose default is looked for in the data or the checkpoint
         words = f"{FOUND[key].words}, else {OPTIONS[key].default!r}"
     elif default is None:
         words = "unset"

@@ -19,19 +19,24 @@ from adloco_jax.errors import UserError
 
 
 def main() -> int:
-    """Print the choice as one worker on these devices needs it; return the exit code."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU's memory, for JAX
+    """Print the values with which one worker fits on these devices; return the exit code.
+
+    If none fit, or a config file is faulty, the line is the error in words.
+    """
+    # The share of a GPU's memory that JAX takes; its default is 0.75.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     asked = json.loads(sys.stdin.buffer.readline())
     try:
         for config in asked["configs"]:
             add_entries(config)
+        # The driver has already found what stands in files, so that none is read here.
         settings = completed(validate(with_tuples(asked["settings"])), reads=False)
         # A learner has one worker at a time.
         ensemble = settings.ensemble.model_copy(update={"num_trainers": 1, "num_workers": 1})
         settings = settings.model_copy(update={"ensemble": ensemble})
-        use_compilation_cache()
+        use_compilation_cache()  # the learner then finds the programs that are compiled here
         settings, choice = fitting_choice(settings, here())
-        choice.programs.close()
+        choice.programs.close()  # only the choice is needed
     except UserError as error:
         print(error, flush=True)
         return error.exit_code

@@ -67,7 +67,10 @@ def load_config(path: Path, **arguments: str) -> ConfigDict:
 
 
 def add_entries(name: str | None) -> None:
-    """Run a config file, if named, only for the entries that it adds to public tables."""
+    """Run a config file, if named, only for the entries that it adds to public tables.
+
+    Raises ConfigError if there is no such file, or it raises an error.
+    """
     if name is not None:
         _executed(find_config(name))
 
@@ -97,7 +100,7 @@ def _executed(path: Path, **arguments: str) -> object:
         if lines:
             where = f"{path}, line {lines[-1]}"
         # The error of a locked ConfigDict lists all fields before it names the nearest one. This
-        # list is removed.
+        # list is removed. A KeyError quotes its text, with `\\n` for the ends of lines.
         text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
         raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
     finally:

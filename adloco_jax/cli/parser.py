@@ -57,7 +57,7 @@ def _spelled(word: str, follower: str) -> str:
 
 
 def _is_switch_value(text: str) -> bool:
-    """Whether a word says True or False, so that it is a switch's value and no other argument."""
+    """Return whether a word says True or False, and so is a switch's value, no other argument."""
     try:
         TypeAdapter(bool).validate_strings(text)
     except ValidationError:
@@ -73,7 +73,10 @@ class Parser(argparse.ArgumentParser):
     words: Sequence[str] = ()  # of the command line, for messages
 
     def __init__(self, **argparse_options: Any):
-        """Forward the options of `argparse.ArgumentParser`, which also makes the subparsers."""
+        """Forward the options of `argparse.ArgumentParser`, which also makes the subparsers.
+
+        Abbreviated options are refused: a new option could give one another meaning.
+        """
         super().__init__(**argparse_options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -21,11 +21,12 @@ from adloco_jax.settings import OPTIONS, Config, Settings
 def configure(options: argparse.Namespace) -> tuple[Path, Config]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
-    A config file beside a run only adds entries to tables. Returns the file or the run, and the
-    settings of the config. A named run is set as `workdir`.
+    A config file beside a run only adds entries to tables. Returns the file or the run's folder,
+    and the validated config. For a named run, `options.workdir` becomes its folder.
 
     Raises:
-      ConfigError: If the file or the resulting config has faults; the message lists all.
+      ConfigError: If the file or the resulting config has faults, of which the message lists all;
+        or if options contradict one another, or no config is named.
     """
     is_resumed = bool(options.name) and is_run(options.name)
     if options.name and options.config and not is_resumed:
@@ -45,7 +46,8 @@ def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
     """Find and run a config file; return its path, and the config.
 
     `name` is a path or the name of a config of the package, `size` the argument of those that have
-    sizes. None: not given on the command line.
+    sizes. None: not given on the command line. Raises ConfigError if no config is named or found,
+    or the file has a fault.
     """
     if name is None:
         raise ConfigError(
@@ -61,7 +63,8 @@ def _load(name: str | None, size: str | None) -> tuple[Path, ConfigDict]:
 def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     """Read the recorded config of a named run; return its folder, and the config.
 
-    Sets `options.workdir` to the folder, so that the run is resumed there.
+    Sets `options.workdir` to the folder, so that the run is resumed there. Raises ConfigError if
+    `--size` or another `--workdir` is given.
     """
     from adloco_jax.run.kept.folder import recorded_config
 
@@ -100,6 +103,7 @@ def train(options: argparse.Namespace, command: str) -> None:
             print(f"{complete}: a finished run of this command; {folder} starts anew")
 
     accept_config_change = options.accept_config_change
+    # What fails in one process is raised in all by `run_on_all`, so that none waits for ever.
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
     # Lines on damaged checkpoints of a finished run; None if the run is not finished. All processes
@@ -123,7 +127,7 @@ def train(options: argparse.Namespace, command: str) -> None:
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
         report.conclude(folder)
-    processes.barrier("the report is written")
+    processes.barrier("the report is written")  # no process ends while process 0 still writes
 
 
 def plan(options: argparse.Namespace, command: str) -> None:
@@ -159,7 +163,8 @@ def plan(options: argparse.Namespace, command: str) -> None:
 def _plan_devices(options: argparse.Namespace) -> None:
     """Print the plan of a run on devices that are not here; without a kind, the kinds that exist.
 
-    Raises ResourceError, after all is printed and saved, if the run does not fit there.
+    Raises ConfigError if there is no such kind, or the config has faults. Raises ResourceError,
+    after all is printed and saved, if the run does not fit there.
     """
     with _without_native_messages():
         from adloco_jax.run.before.estimate import check_kind, device_plan, kinds
@@ -167,7 +172,7 @@ def _plan_devices(options: argparse.Namespace) -> None:
         if options.device == "":
             print(*kinds(), sep="\n")
             return
-        check_kind(options.device)  # before faults of the config, which would hide it
+        check_kind(options.device)  # first, because faults of the config would hide this one
         _, settings = configure(options)
         lines, record = device_plan(settings, options.device)
         print(*lines, sep="\n")

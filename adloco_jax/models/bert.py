@@ -148,7 +148,8 @@ class Bert(nn.Module):
     def setup(self) -> None:
         """Check the sizes and create the submodules, whose names are those of the parameters."""
         check_sizes(self, RULES)
-        # Keeping all activations was slower for the Llama (studies/LOG.md, 2026-11-21).
+        # The policy keeps products with weights, or only the layers' inputs (None). Keeping all
+        # activations was slower for the Llama (studies/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         # XLA merges what inlined layers recompute with the original, unless that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"

@@ -163,6 +163,7 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     for path, leaf in _leaves(param_shapes(network)).items():
         *modules, kind = path  # such as layers, mlp, up, and kernel
         module = names.modules["/".join(modules)]  # with `{}` where the layer's number stands
+        # `replace`, not `format`, because a `{}` of the module is for the layer's number below.
         name = _TENSORS.get(kind, "{}.weight").replace("{}", module)
         transposed = kind in _TRANSPOSED
         if "{}" not in name:  # a module outside the layers
@@ -215,11 +216,12 @@ def load(
       them tied, unless both are stored and differ.
 
     Raises:
-      ConfigError: If the hub has no such repository, or it has no safetensors.
+      ConfigError: If the hub has no such repository, or it has no safetensors; or if a file of
+        weights is a link that leads out of the folder.
       ResourceError: If the hub cannot be reached.
-      DataError: If the architecture is another, or tensors are missing, unexpected, stored twice,
-        of a wrong shape, not of a float dtype or not finite, or an adapter's base has other weights
-        than recorded.
+      DataError: If there is no such folder, the architecture is another, or tensors are missing,
+        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite. Of an
+        adapter, also if it is no plain LoRA, or its base has other weights than recorded.
     """
     with _local_folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
@@ -248,7 +250,7 @@ def load(
 def _read_values(
     stored: "Mapping[Tensor, _StoredTensor]", digest: "hashlib._Hash"
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield each tensor with its values, in the checkpoint's shape; add these to `digest`.
+    """Yield each tensor with its values, in the checkpoint's shape; add both to the hash `digest`.
 
     `stored` has the places of the tensors in files. A tensor is read when the iterator gets there.
     Values have the stored dtype, but float32 instead of float64. Raises DataError if a value is not
@@ -349,6 +351,7 @@ def _load_adapter(
     The other arguments are those of `load`. The result's `network` and `params` have the adapter,
     unless `merges` adds it to the weights. With frozen weights (`base_dtype`, or the recorded one)
     `base` has the base's weights and `params` the adapter's only; then `merges` has no effect.
+    The errors are those that `load` lists.
     """
     content = _read_adapter_config(folder)
     stored = _list_file(folder / _ADAPTER_WEIGHTS)  # by name; the values are read below
@@ -408,7 +411,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(base, str) or not base or _is_adapter(base, content.get("revision")):
         needs["base_model_name_or_path"] = "a model, no adapter"
     rank = content.get("r")
-    if type(rank) is not int or rank < 1:
+    if type(rank) is not int or rank < 1:  # a bool is an instance of int, too
         needs["r"] = "a positive integer"
     alpha = content.get("lora_alpha")
     if not isinstance(alpha, int | float) or alpha <= 0:
@@ -697,7 +700,7 @@ def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
     """
     key = "model.init_from"
     with (
-        contextlib.suppress(UserError),
+        contextlib.suppress(UserError),  # the entries are a record, and not read here
         _local_folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder,
     ):
         if (folder / _ADAPTER).exists():
@@ -800,9 +803,14 @@ def _local_folder(
     Args:
       name: A folder, its address (`data.files`), or a repository on the hub.
       one_of: Names or patterns of files, in order of preference. Those of the first that matches
-        are copied, besides JSON files. Raises ConfigError if none matches in a remote checkpoint.
+        are copied, besides JSON files.
       key: The config's key, or the option, that messages mention.
       revision: Branch, tag or commit of a repository on the hub.
+
+    Raises:
+      ConfigError: If the hub has no such repository, or a remote one has none of `one_of`.
+      ResourceError: If the hub cannot be reached.
+      DataError: If there is no such folder, there is no file at the address, or a copy is damaged.
     """
     files = ("config.json", "*.index.json", _ADAPTER, GENERATION)
     with fetched(name, files, one_of=one_of, key=key, hint=_CONVERT, revision=revision) as folder:
@@ -867,7 +875,11 @@ class _StoredTensor(NamedTuple):
 
 
 def _list_checkpoint(folder: Path) -> dict[str, _StoredTensor]:
-    """Return the tensors of a checkpoint by the names in its files, one or several."""
+    """Return the tensors of a checkpoint by the names in its files, one or several.
+
+    Raises DataError if there is no such file, one is damaged, or a name is stored twice, and
+    ConfigError if a file is a link that leads out of the folder.
+    """
     files = [folder / name for name in _WEIGHTS if (folder / name).exists()]
     if not files:
         need = "needs model.safetensors, or an index and its shards; no other weights are read"
@@ -909,7 +921,8 @@ def _path_inside(folder: Path, name: str) -> Path:
 def _list_file(file: Path) -> dict[str, _StoredTensor]:
     """Return the tensors of a safetensors file by name, from its header.
 
-    The library checks that each byte after the header belongs to exactly one tensor.
+    The library checks that each byte after the header belongs to exactly one tensor. Raises
+    DataError if the file is missing or damaged.
     """
     tensors_of_file = {}
     try:
@@ -1003,7 +1016,8 @@ def _with_usual_names(
     """Return a checkpoint's tensors by the names of `names`, where its files have others.
 
     The BERT that Google published calls the gains and biases of norms gamma and beta, not weight
-    and bias. A model that was saved without its head lacks the prefix of `names`.
+    and bias. A model that was saved without its head lacks the prefix of `names`. Raises DataError
+    if two tensors then have the same name.
     """
     pairs = []
     for name, where in stored.items():
@@ -1031,6 +1045,7 @@ def _tied_tensors_differ(stored: Mapping[str, _StoredTensor], ties: Mapping[str,
         if name in stored and twin in stored:
             one = stored[name]
             other = stored[twin]
+            # Other types are not read here; they are refused later.
             are_floats = one.kind in _FLOATS and other.kind in _FLOATS
             if not (are_floats and np.array_equal(one.read(), other.read())):
                 return True

@@ -115,7 +115,8 @@ def rotary_frequencies(
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
-    turns = scaling.original_length * frequencies / (2 * np.pi)  # of each pair within this length
+    # The turns of each pair within this length. "linear" has the length 0, so that all are divided.
+    turns = scaling.original_length * frequencies / (2 * np.pi)
     undivided = (turns - scaling.low) / (scaling.high - scaling.low)
     undivided = np.clip(undivided, 0, 1)  # 1: as it is, 0: divided by factor, else a mixture
     return frequencies * (undivided + (1 - undivided) / scaling.factor)
@@ -210,7 +211,7 @@ class _Attention(nn.Module):
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
         def rotated(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-            """Rotate queries or keys; keep the result for the backward pass without norms.
+            """Rotate queries or keys. Without norms the result is kept for the backward pass.
 
             With norms, `heads` keeps the inputs of the norms instead.
             """
@@ -286,6 +287,7 @@ class _Block(nn.Module):
         attention = _Attention(self.sizes, name="attention")
         mlp = _MLP(self.sizes, name="mlp")
         norm = self.sizes.norm
+        # If results are normalised too, the MLP has two norms, whose names tell them apart.
         has_out_norms = self.sizes.out_norms
         attention_norm = norm("attention_norm")
         mlp_norm = norm("mlp_in_norm" if has_out_norms else "mlp_norm")
@@ -640,9 +642,13 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def token_losses(
         variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
-        """Return `head_losses`, computed for `sequences_per_chunk` rows at a time."""
+        """Return the cross-entropy of each token, [B, L]; logits exist for one chunk at a time.
+
+        `tap` is the tap of the head, or None.
+        """
         chunk = sequences_per_chunk
         length = targets_BL.shape[1]
+        # A tap measures the gradient of a whole sequence, which must then stay in one part.
         is_divided = chunk > 0 and tap is None
         parts = _num_parts(length, model.vocab_size) if is_divided else 1
         # From here on a row is a sequence, or a part of one.
@@ -656,13 +662,14 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
             lambda x: x[:num_chunked].reshape(-1, chunk, *x.shape[1:]), head_inputs
         )
         # The backward pass computes a chunk's logits again, and so holds one chunk's at a time too.
+        # In the loop of `lax.map` XLA cannot merge them with the first ones (`prevent_cse`).
         chunk_losses = jax.checkpoint(lambda args: head_losses(variables, *args), prevent_cse=False)
         losses = lax.map(chunk_losses, chunks)
         losses = losses.reshape(num_chunked, -1)
         if num_chunked < num_rows:
             rest = jax.tree.map(lambda x: x[num_chunked:], head_inputs)
             losses = jnp.concatenate([losses, head_losses(variables, *rest)])
-        return losses.reshape(len(targets_BL), -1)[:, :length]
+        return losses.reshape(len(targets_BL), -1)[:, :length]  # without the parts' padding
 
     def losses_fn(
         params: PyTree, rows: Array | RowBatch, tap_B: Tap = None, base: PyTree | None = None
@@ -734,6 +741,9 @@ def generate(
 
     Returns:
       Prompts followed by the new tokens, int32 [B, P + num_tokens].
+
+    Raises:
+      ValueError: If prompt and new tokens do not fit into the model's `max_length`.
     """
     prompt_BL = np.asarray(prompt_BL, np.int32)
     batch, length = prompt_BL.shape
@@ -802,7 +812,7 @@ def _continue(
     logits = nn.apply(Llama.logits, model)
 
     def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> tuple[Array, PyTree]:
-        """Call `Llama.extend` with the keys and values `past`."""
+        """Return hidden vectors, and keys and values, of new tokens that follow those of `past`."""
         collections = variables | {PAST: {"layers": {"attention": past}}}
         hidden_and_new: Any = model.apply(collections, tokens_BL, position, method=Llama.extend)
         return hidden_and_new

@@ -99,7 +99,10 @@ class WeightMap:
         """
 
         def label(path: tuple, leaf: Any) -> str | None:
-            """Return the label of the leaf at a path of JAX keys; None outside of `modules`."""
+            """Return the label of the leaf at a path of JAX keys; None outside of `modules`.
+
+            A key of a dict has its name in the attribute `key`.
+            """
             names = [str(getattr(key, "key", key)) for key in path]
             module = "/".join(names[:-1])
             name = names[-1]
@@ -134,7 +137,7 @@ def _positive(key: str, value: Any, kind: type) -> Any:
     Raises Unusable unless it is a positive number below a limit. A `kind` of float takes an int.
     """
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)  # a bool is an int
-    limit = 2**31
+    limit = 2**31  # of int32
     if key == "num_hidden_layers":
         limit = 2**12  # one entry for each layer is held in lists
     if not is_number or not 0 < value < limit:
@@ -200,6 +203,7 @@ def _normalised_llama(content: dict) -> dict:
     # Sizes that are missing are not filled in: a checkpoint without them is refused.
     sizes = {key: _positive(key, content.get(key), int) for key in _SIZES}
     try:
+        # A copy, because transformers may change what it is given.
         config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content))
         config.standardize_rope_params()  # as the model does
         filled = config.to_dict()
@@ -325,7 +329,7 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
         "head_size": head_size,
         "window": kinds[0].window if is_uniform else None,
         "layer_kinds": None if is_uniform else kinds,
-        "qkv_bias": family == "qwen2" or qkv_bias,
+        "qkv_bias": family == "qwen2" or qkv_bias,  # without a key, a Qwen2 always has them
         "out_bias": qkv_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "qk_norm": family in ("qwen3", "gemma3_text"),
