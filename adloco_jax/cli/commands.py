@@ -1,5 +1,6 @@
 """Small commands on configs, runs and models.
 
+Each is called with its parsed options, and with the command line as a text, which only runs record.
 A command imports what it needs when it is called, so that other commands start quickly.
 """
 

@@ -218,8 +218,9 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 def classification_losses(model: Bert) -> Callable[..., Array]:
     """Make a function that returns the cross-entropy of each example.
 
-    It is `losses_fn(params, rows, tap_B=None)`, float32 [B] in nats, with the rows and errors of
-    `class_logits`. A label outside 0..C-1 gives NaN.
+    It is `losses_fn(params, rows, tap_B=None)`, float32 [B] in nats. Rows are int32 [B, 2 + L]:
+    label, number of real tokens, tokens; another shape raises ValueError while tracing. A label
+    outside 0..C-1 gives NaN.
     """
     logits_fn = class_logits(model)
 

@@ -80,7 +80,10 @@ class WeightMap:
         return self.attributes_of_normalised(self.normalise(content))
 
     def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
-        """Return what `attributes` returns, of a content in the spelling of `normalise`."""
+        """Return the keywords with which `model` is built, of a content that is normalised already.
+
+        Raises Unusable for the first key that describes a model which is not supported.
+        """
         # The types of the model's attributes, int or float for sizes.
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(self.model)}
         sizes: dict[str, Any] = {}
