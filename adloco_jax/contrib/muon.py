@@ -41,6 +41,7 @@ def muon(
     """
 
     def matrix_or_other(label):
+        """Return the label of a matrix as it is, and "other" for all other labels."""
         return label if label in ("matrix", "stacked_matrix") else "other"
 
     def partition_labels(params):
@@ -53,7 +54,7 @@ def muon(
             )
         return labels
 
-    def by_shape(updates, _):
+    def by_shape(updates, _params):
         """Multiply each matrix [..., fan_in, fan_out] by sqrt(fan_out / fan_in)."""
         return jax.tree.map(lambda u: u * math.sqrt(u.shape[-1] / u.shape[-2]), updates)
 

@@ -36,7 +36,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     not divided is whole in fragment 0, and zero in all others. As `fragment` may be traced, one
     program serves every fragment.
     """
-    if num_fragments == 1:
+    if num_fragments == 1:  # the fragment is the whole tree
         return tree_X
 
     def take(leaf_X):
@@ -120,14 +120,17 @@ def outer_update_fragment(
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
-    # Only arrays of the outer state that follow the parameters are divided into fragments.
-    is_divided = of_params(outer_tx, ensemble.outer_state_M)
 
+    # The fragment of a tree of parameters.
     def take(tree_X):
         return take_fragment(tree_X, fragment, num_fragments=num_fragments)
 
     def put(tree_X, part_X):
         return put_fragment(tree_X, part_X, fragment, num_fragments=num_fragments)
+
+    # The fragment of the outer state: of arrays that follow the parameters, such as momentum.
+    # Others, such as a count, are whole in every fragment.
+    is_divided = of_params(outer_tx, ensemble.outer_state_M)
 
     def take_state(is_divided, leaf_M):
         return take(leaf_M) if is_divided else leaf_M
@@ -184,6 +187,7 @@ def receive_fragment(
     new_M = take_fragment(ensemble.params_M, fragment, num_fragments=num_fragments)
     new_R = to_workers(new_M, ensemble.sizes)
     if mixing:
+        # Only floating-point leaves can be mixed.
         own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
         own_R = trainable(own_R)
         arrived_R = trainable(new_R)
@@ -197,9 +201,8 @@ def receive_fragment(
         is_finite_R = jnp.isfinite(norms(own_R))
         mixed_R = where_leading(is_finite_R, mixed_R, arrived_R)
         new_R = with_trainable(new_R, mixed_R)
-    return workers.replace(
-        params_R=put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)
-    )
+    params_R = put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)
+    return workers.replace(params_R=params_R)
 
 
 def fragment_steps(
@@ -251,7 +254,8 @@ def fragment_steps(
         inputs = jax.tree.map(lambda leaf: leaf[micro_batches], inputs_T)
         return steps(workers, *inputs)
 
-    num_before = jax.tree.leaves(inputs_T)[0].shape[0] - delay  # micro-batches before sending
+    num_micro_batches = jax.tree.leaves(inputs_T)[0].shape[0]
+    num_before = num_micro_batches - delay  # those before the fragment is sent
     workers, *measured_T = advance(workers, slice(None, num_before))
     sent_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
     ensemble, norm_M = outer_update_fragment(
@@ -294,12 +298,14 @@ def flush_workers(
       reduce_scatter: Applied to the packed differences and to whether each worker is usable.
       all_gather: Applied to the packed updates [M, ...]; not called with float32.
     """
-    # A trainer minus the mean of its differences from the workers is the mean of the workers.
+    # An outer update with the optimizer SGD and learning rate 1: a trainer minus the mean of its
+    # differences from the workers is the mean of the workers.
     averaging = optax.sgd(1.0)
-    bare = ensemble.replace(outer_state_M=jax.vmap(averaging.init)(trainable(ensemble.params_M)))
+    averaging_state_M = jax.vmap(averaging.init)(trainable(ensemble.params_M))
+    with_averaging = ensemble.replace(outer_state_M=averaging_state_M)
     after, _ = outer_update(
-        bare,
-        start_round(bare),
+        with_averaging,
+        start_round(with_averaging),
         outer_tx=averaging,
         precision=precision,
         reduce_scatter=reduce_scatter,
@@ -309,7 +315,7 @@ def flush_workers(
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Return a tree like `state` that says which arrays have the parameters' tree, in booleans.
+    """Return a tree like `state`, true where an array belongs to a parameter, else false.
 
     Momentum is true, for example, and a count of updates is false. `state` is one of `tx`.
     """
@@ -331,11 +337,12 @@ def _split(leaf_X: Array, axis: int, num_fragments: int) -> Array:
 
     The second of both axes is the fragment: entry i of the axis goes to [i // F, i % F].
     """
-    rows = math.ceil(leaf_X.shape[axis] / num_fragments)
-    missing = rows * num_fragments - leaf_X.shape[axis]
-    if missing:
+    num_entries = leaf_X.shape[axis]
+    rows = math.ceil(num_entries / num_fragments)
+    num_missing = rows * num_fragments - num_entries
+    if num_missing:
         padding = [(0, 0)] * leaf_X.ndim
-        padding[axis] = (0, missing)
+        padding[axis] = (0, num_missing)
         leaf_X = jnp.pad(leaf_X, padding)
     shape = (*leaf_X.shape[:axis], rows, num_fragments, *leaf_X.shape[axis + 1 :])
     return leaf_X.reshape(shape)

@@ -381,6 +381,7 @@ def running_average(
     share_M = jnp.asarray(share_M, jnp.float32)
 
     def mix(old_M, new_M):
+        """Mix one leaf [M, ...] of the old averages with that of the parameters."""
         dtype = at_least_float32(new_M.dtype)
         share = share_M.reshape((-1,) + (1,) * (new_M.ndim - 1)).astype(dtype)
         mixed_M = share * old_M.astype(dtype) + (1 - share) * new_M.astype(dtype)
@@ -432,7 +433,7 @@ def pack_differences(
     difference_R = jax.tree.map(subtract, start_R, end_R)
     # Check the reversed difference: XLA would store a difference that has two uses.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
-    if precision == "float32" or is_single_R.all():
+    if precision == "float32" or is_single_R.all():  # nothing is quantised
         return Differences(difference_R, None, usable_R)
     exact_W = None
     if is_single_R.any():
@@ -495,9 +496,9 @@ def apply_differences(
     if single_R.all():
         precision = "float32"  # each trainer has one worker: nothing is sent
 
-    # What the workers sent.
+    # What the workers sent: dequantised differences, and the exact ones of single workers.
     start_M = trainable(ensemble.params_M)
-    like_R = jax.tree.map(
+    like_R = jax.tree.map(  # shapes and dtypes of the differences
         lambda leaf: jax.ShapeDtypeStruct((sum(sizes), *leaf.shape[1:]), jnp.float32), start_M
     )
     difference_R = unpack(reduce_scatter(differences.packed_R), like_R, precision)
@@ -520,8 +521,9 @@ def apply_differences(
     updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if skip_single:
-        as_is_M = jax.tree.map(jnp.negative, pseudo_grad_M)
-        updates_M = where_leading(single_M, as_is_M, updates_M)
+        # The pseudo-gradient is the trainer minus its worker, so this update leads to the worker.
+        to_worker_M = jax.tree.map(jnp.negative, pseudo_grad_M)
+        updates_M = where_leading(single_M, to_worker_M, updates_M)
         outer_state_M = where_leading(single_M, ensemble.outer_state_M, outer_state_M)
     if precision != "float32":
         updates_M = _quantised_if_sent(updates_M, single_M, precision, all_gather)
@@ -594,10 +596,10 @@ def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
     number of the worker's examples before in this round.
     """
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
-    trainer_R = of_workers(sizes)
-    worker_R = np.arange(num_R)
+    trainer_1R1 = of_workers(sizes)[None, :, None]
+    worker_1R1 = np.arange(num_R)[None, :, None]
     position_T1B = np.arange(num_T * num_B).reshape(num_T, 1, num_B)  # in the worker's round
-    return fold_in_each(key, trainer_R[None, :, None], worker_R[None, :, None], position_T1B)
+    return fold_in_each(key, trainer_1R1, worker_1R1, position_T1B)
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
