@@ -589,9 +589,9 @@ def make_job(
             return _cut_file(path, data)
         return source.documents(path, data)
 
-    def file_parts(files: Mapping[str, File | None]) -> list[Part]:
-        """List files, given by their names, as parts."""
-        return [Part(name, file, read_file) for name, file in files.items()]
+    def file_parts(file_by_name: Mapping[str, File | None]) -> list[Part]:
+        """List files as parts."""
+        return [Part(name, file, read_file) for name, file in file_by_name.items()]
 
     def parts() -> tuple[list[Part], list[Part]]:
         """Return the parts of separate held-out text, which may be none, and of all other text."""

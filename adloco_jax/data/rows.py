@@ -309,6 +309,7 @@ def _tokenise_side(
 
     Raises:
       DataError: If there are more bad rows than `data.skip_bad`, or a file is damaged.
+      ConfigError: If chats need a template, and there is none.
     """
     pending: list[Document] = []  # not tokenised yet
     num_chars = 0  # of the pending documents
@@ -757,10 +758,10 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
     DataError if a class has no text on a side.
     """
     about = text.about
-    longest = job.data.sequence_length
+    max_tokens = job.data.sequence_length
     prefix = job.encoder.prefix
     suffix = job.encoder.suffix
-    lengths = np.minimum(job.labelled_lengths(about), longest)
+    lengths = np.minimum(job.labelled_lengths(about), max_tokens)
 
     # Rows have room for the longest text: a power of two, or three quarters of one. So texts of
     # about the same length have rows of the same shape, and their programs are compiled once.
@@ -768,7 +769,7 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
     room = 1 << (longest_text - 1).bit_length()  # the least power of two that is large enough
     if longest_text <= room * 3 // 4:
         room = room * 3 // 4
-    rows = np.zeros((len(about), NUM_FIELDS + min(room, longest)), np.int32)
+    rows = np.zeros((len(about), NUM_FIELDS + min(room, max_tokens)), np.int32)
     rows[:, 0] = about["label"]
     rows[:, 1] = lengths
     for tokens, which in text.pieces():

@@ -234,8 +234,9 @@ def tokenizer_of(
         loaded any more.
 
     Raises:
-      ConfigError: If the tokenizer cannot be used (see `load_tokenizer`), the two tokenizers are
-        not alike, or the tokenizer has more ids than the model.
+      ConfigError: If the hub has no such tokenizer, or it has no end-of-text token, or is slow
+        (written in Python only); if the two tokenizers are not alike, the tokenizer has more ids
+        than the model, or a server refuses access.
       DataError: If a path does not exist or its content is damaged.
       ResourceError: If the hub or the address's server does not answer.
     """
