@@ -182,6 +182,7 @@ def trainable(params: PyTree) -> PyTree:
     """
 
     def select(leaf):
+        """Return a floating-point leaf as it is, and None for all others."""
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
                 f"params: a leaf of shape {leaf.shape} is {leaf.dtype}, expected real numbers;"
@@ -604,6 +605,7 @@ def moved_states(
         return jnp.where(is_equal, leaf_W[0], mean.astype(leaf_W.dtype))
 
     def move(leaf_R):
+        """Keep the states of workers that stay; give the others their new trainer's mean."""
         joined_M = map_trainers(join, leaf_R, ensemble.sizes)
         return where_leading(stays_R, leaf_R[source], joined_M[trainer_R])
 

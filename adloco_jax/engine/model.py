@@ -82,6 +82,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     init_all = initialiser(network)
 
     def loss_of(mode: Mode, kernel: Kernel) -> LossFn:
+        """Return the loss of the model with recomputed layers or not, and a kernel of attention."""
         _, loss_fn = build_model(
             model,
             settings.adapter,
@@ -143,8 +144,8 @@ def attention(
     if not can_choose or model.dtype != "bfloat16" or head_size > 128 or head_size % 8 != 0:
         return "xla"
 
-    # The rows: documents are separated by a mask, which cuDNN refuses if its length is odd. Windows
-    # have no effect only if they are at least as long as a row.
+    # The rows: documents are separated by a mask, which cuDNN refuses if its length is odd. A row
+    # must not be longer than a layer's window, which would need another mask.
     length = data.sequence_length
     kinds: tuple[llama.LayerKind, ...] = getattr(network, "kinds", ())
     windows = [kind.window for kind in kinds if kind.window is not None]
