@@ -147,7 +147,7 @@ def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
     choices = []  # of ticks, from many to few
     if base == 10:
         choices.append([factor * 10.0**power for power in powers for factor in (1, 2, 5)])
-    for every in (1, 2, 3, 5, 10):
+    for every in (1, 2, 3, 5, 10):  # each power, each second one, and so on
         choices.append([float(base) ** power for power in powers if power % every == 0])
     for choice in choices:
         # A tick at an end counts in spite of rounding.

@@ -266,7 +266,8 @@ def describe_change(change: dict) -> str:
     if template is None:
         return ""
     words = dict(change)  # the fields that the templates name, and three more
-    # A refused merge has an `action`, a growth a `reason`; other changes need no reason.
+    # A refused merge has an `action` and a growth a `reason`, one word each that `_WHY` explains.
+    # Where the line says `why` in words of its own, these count.
     reason = change.get("action", change.get("reason", ""))
     words["why"] = change.get("why", _WHY.get(reason, ""))
     words["listed"] = ", ".join(map(str, change.get("members", ())))
