@@ -209,3 +209,27 @@ def test_cudnn_within_documents_shares_a_mask_among_heads_and_workers_share_a_ba
         results.append((one, all_at_once))
     assert_close(*results, rtol=1e-4, atol=1e-5)
     assert masks == {(2, 1, 6, 6), (6, 1, 6, 6)}
+
+
+def test_cudnn_divides_rows_with_one_window_over_the_devices_of_a_worker(monkeypatch):
+    """A window without documents has starts [1, L], which the rows of all devices share."""
+    attend = jax.nn.dot_product_attention
+
+    def on_a_cpu(*arrays, implementation, **how):
+        return attend(*arrays, implementation="xla", **how)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
+    rng = np.random.default_rng(0)
+    heads = [jnp.asarray(rng.normal(size=(8, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
+    starts_1L = jnp.array([[0, 0, 0, 1, 2, 3]])
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("workers", "shards"))
+
+    def sharded(*heads_BnLK):
+        return ATTENTION["cudnn"](*heads_BnLK, starts_1L)
+
+    rows = jax.sharding.PartitionSpec("workers")
+    sharded = jax.shard_map(
+        sharded, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"workers"}, check_vma=False
+    )
+    assert_close(jax.jit(sharded)(*heads), ATTENTION["xla"](*heads, starts_1L), atol=1e-5)

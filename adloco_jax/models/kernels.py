@@ -250,8 +250,11 @@ def _attend_cudnn(
         """Return the attention output [B, L, H, K] of the examples that are given."""
         if starts_BL is None:
             return _fused(q_BLHK, k_BLGK, v_BLGK)
-        starts_BL = jnp.broadcast_to(starts_BL, q_BLHK.shape[:2])  # [1, L] if rows are alike
         return _attend_in_documents(q_BLHK, k_BLGK, v_BLGK, starts_BL)
+
+    if starts_BL is not None:
+        # They are [1, L] if all rows are alike. The mesh below may divide the examples.
+        starts_BL = jnp.broadcast_to(starts_BL, (q_BHLK.shape[0], q_BHLK.shape[2]))
 
     # The engine divides workers over some axes of the mesh by `shard_map`, and leaves the others to
     # XLA: the first are "manual" here, and the others "auto".
