@@ -68,8 +68,8 @@ def in_bytes(value: float) -> str:
 def check_installed(package: str, extra: str, where: str) -> None:
     """Raise ConfigError unless a package is installed.
 
-    `extra` is the extra of this package that installs it. If empty, this package installs it
-    wherever there is a wheel of it. `where` says what needs it, at the beginning of the message.
+    `extra` is the extra of adloco_jax that installs it. If empty, adloco_jax itself requires the
+    package wherever it has a wheel. `where` says what needs it, at the beginning of the message.
     """
     if importlib.util.find_spec(package) is not None:
         return
@@ -84,8 +84,8 @@ def check_installed(package: str, extra: str, where: str) -> None:
 def own_code(what: str) -> Iterator[None]:
     """Raise ConfigError for an error in a user's function, called in the `with` block.
 
-    The message has `what`, which names the function, the error, and the line of the user's code. A
-    UserError is raised as it is.
+    The message has `what`, which is the function's name in words; the error; and the line of the
+    user's code. A UserError is raised as it is.
     """
     try:
         yield

@@ -103,6 +103,10 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
+        (
+            dict(corpus=dataclasses.replace(corpus(), rows=[[1] * 9] * 32)),
+            r"corpus.heldout_rows: list of shape \(16, 9\); give an array of integers",
+        ),
         (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),
         (
             dict(inner_tx=optax.chain(optax.sgd(1.0), optax.add_noise(0.1, 0.1, 0))),

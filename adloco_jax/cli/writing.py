@@ -56,9 +56,12 @@ def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) 
 
 
 def complete(writer: Writer, text: str, *, num_samples: int) -> None:
-    """Print a text with each of `num_samples` continuations."""
+    """Print a text with each of `num_samples` continuations.
+
+    Raises ConfigError, which names `--prompt`, if the text is too long for the model.
+    """
     tokenizer = writer.tokenizer
-    (ids,) = tokenizer.encode_batch([_valid(text)])
+    (ids,) = tokenizer.encode_batch([_as_utf8(text)])
     # `prefix` and `suffix` are ids that the tokenizer puts around each text.
     prompt = [*tokenizer.prefix, *ids, *tokenizer.suffix]
     num_hidden = len(tokenizer.prefix)  # first tokens, which are not printed
@@ -79,7 +82,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
     ends = writer.ends.union(tokenizer.turn_end)  # also the ids that end a turn
     turns: list[dict[str, str]] = []
     for question in questions:
-        turns.append({"role": "user", "content": _valid(question)})
+        turns.append({"role": "user", "content": _as_utf8(question)})
         # The text of all turns, until where an answer begins.
         chat_text = tokenizer.render(turns, prompts=True)
         (ids,) = tokenizer.encode_batch([chat_text])
@@ -90,7 +93,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
         turns.append({"role": "assistant", "content": answers[-1]})
 
 
-def _valid(text: str) -> str:
+def _as_utf8(text: str) -> str:
     """Replace what is not UTF-8 by a sign for it; words of a command line may be any bytes."""
     return os.fsencode(text).decode(errors="replace")
 

@@ -592,8 +592,9 @@ def _quantised_if_sent(
 def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
     """Derive from `key` a random key for each example of a batch with leaves [T, R, B, ...].
 
-    The result is [T, R, B]. Folded in are the trainer's position, the worker's position, and the
-    number of the worker's examples before in this round.
+    T counts micro-batches, R the workers of all trainers, and B examples. `sizes` has the number of
+    each trainer's workers. The result is [T, R, B]. Folded in are the positions of the trainer, of
+    the worker, and of the example among all that this worker has in the round.
     """
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     trainer_1R1 = of_workers(sizes)[None, :, None]

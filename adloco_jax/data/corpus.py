@@ -141,10 +141,11 @@ class Corpus:
         return text
 
     def _remarks_on_cuts(self) -> str:
-        """Return the words for how many texts were cut or left out, and how many tokens count.
+        """Return the words for how many texts were cut or left out.
 
-        Each remark begins with a comma or semicolon. How many tokens count is said of chats only.
-        Empty if there is nothing to say.
+        For chats they also say how many tokens of the training rows, and how many of the held-out
+        rows, count for the loss. Each remark begins with a comma or semicolon. Empty if there is
+        nothing to say.
         """
         manifest = self.manifest
         rows = self.rows

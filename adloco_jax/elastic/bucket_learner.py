@@ -381,7 +381,7 @@ class BucketLearner:
                 self.num_responses = 0
                 heartbeat = self._next_heartbeat()
                 is_first = self._store.create(handle.heartbeat_name(), heartbeat)
-                if not is_first:  # another learner has the place
+                if not is_first:  # another was first, or the last owner's heartbeat is still there
                     self.handle = None
                     continue
             # A folder for each start of the driver; eight characters of its id tell them apart.

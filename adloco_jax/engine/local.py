@@ -206,7 +206,10 @@ class LocalEngine:
         self._ahead = reads(control, plans), round_inputs
 
     def _measure(self, state: State, test: StatsRows) -> GradientStats:
-        """Start to measure gradient statistics of a group on the round's first sequences."""
+        """Dispatch the measurement of a group's gradient statistics, and do not wait for it.
+
+        `test` has the group, whose trainers have equal plans, and the rows to measure on.
+        """
         params_M = state.ensemble.params_M
         trainers = test.group.trainers
         if len(trainers) < state.ensemble.num_trainers:
@@ -389,7 +392,9 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
         in_a_row = {}  # by stream, as in `Trainer.skipped_in_a_row`
         workers = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
         for stream, loss_S, skipped_S in workers:
-            made = np.flatnonzero(~np.isnan(loss_S))  # positions of updates that were not skipped
+            # Positions of updates that were made. Some may be neither made nor skipped: a
+            # learner's round may have fewer updates than another's.
+            made = np.flatnonzero(~np.isnan(loss_S))
             if made.size:
                 after_last = made[-1] + 1
                 in_a_row[str(stream)] = int(skipped_S[after_last:].sum())

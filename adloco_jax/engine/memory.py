@@ -137,6 +137,9 @@ def choose(
         fits is not checked. None: the candidates from `initial_batch_size` on are tried.
       on_compile: Called around each compilation.
 
+    Returns:
+      The choice. The caller closes its programs.
+
     Raises:
       NothingFits: If the least candidate fits in no mode.
     """
@@ -156,7 +159,7 @@ def choose(
         )
         programs = Programs(mode_spec, on_compile)
         if is_cpu and size is not None:
-            return Choice(programs, size, {})
+            return Choice(programs, size, peaks={})
         try:
             choice = _largest_fitting(programs, sizes, ensemble, batching, switch)
         except NothingFits:
@@ -268,10 +271,11 @@ def largest_peak(peaks: Mapping[str, Peak]) -> int:
 def program_peaks(
     pool: Control, programs: Programs, batching: BatchingSettings, switch: SwitchSettings
 ) -> dict[str, Peak]:
-    """Compile the programs that a run with these trainers calls; return the memory of each.
+    """Compile the programs that a run with the trainers of `pool` calls; return each one's memory.
 
     They are those of a round with micro-batches of `pool.max_batch_size` sequences, of held-out
-    losses and, with Streaming DiLoCo, of a flush. The result is by the name of the program's key.
+    losses and, with Streaming DiLoCo, of a flush, which synchronises what rounds have left
+    unsynchronised. The result is by the name of the program's key.
     """
     spec = programs.spec
     size = pool.max_batch_size

@@ -555,6 +555,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     by_worker = Workers(*specs)
 
     def mapped(workers, rows_and_keys, rate_TR, update_T, *position):
+        """Run `advance` on the workers of each device; the arguments are those of `advance`."""
         in_specs = [by_worker, pool_T, pool_T, P()]
         if position:
             in_specs.append(P())
@@ -747,6 +748,7 @@ def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
         return change(ensemble, *arguments)
     new_leaves = []
     for part in parts:
+        # `change` also returns new parameters, which are not used: those of `rest` are.
         alone = ensemble.replace(params_R=None, inner_state_R=part)
         new_leaves += change(alone, *arguments).inner_state_R
         for leaf in part:

@@ -22,7 +22,9 @@ _MOST_MEANS = 10  # mean losses of a round that are written, unless the settings
 class Outcome(NamedTuple):
     """What one trainer's round gave: losses, skipped updates, and the outer gradient's norm."""
 
-    loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
+    # Loss of each update of each worker; NaN for a skipped update, and for one that a learner's
+    # shorter round does not have.
+    loss_SR: np.ndarray
     skipped_SR: np.ndarray  # bool: whether the update was skipped
     pseudo_grad_norm: float  # norm of the outer gradient; NaN if no worker's difference is finite
 

@@ -111,6 +111,7 @@ class Placement:
         """Shardings of all arrays of an ensemble (trainers and workers) between two rounds."""
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
+            # Only the outer update reads it, so that the workers' devices need no whole copy.
             outer_state_M=self.sharded(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
             params_R=self.by_worker(shapes.params_R),
@@ -215,7 +216,8 @@ def arrange(
     # The lengths of the mesh axes, one after another: each divides what is left of the devices.
     num_units = len(devices) // model_shards
     trainer = math.gcd(num_units, num_trainers)
-    # A device must have all workers of some trainers, or only workers of a single trainer.
+    # The axis `trainer` is used if each device then has all workers of some trainers, or only
+    # workers of one. Otherwise the axis `worker` divides all workers, across trainers.
     if len(set(sizes)) > 1 or trainer < num_trainers < num_workers:
         trainer = 1
     worker = math.gcd(num_units // trainer, num_workers // trainer)

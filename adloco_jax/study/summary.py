@@ -175,9 +175,10 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 
 
 def goodput(events: Sequence[dict]) -> float | None:
-    """Return which part of what learners could have trained on while they were up has counted.
+    """Return how much of the learners' time gave updates that counted, from 0 to about 1.
 
-    It is the tokens that counted, divided by the seconds up times the rate; from 0 to about 1.
+    It is the number of tokens that counted, over those that all learners could have trained on
+    while they were up: the seconds up times the rate.
     Seconds up are summed over all learners, from their start until their end (`up_s`). The rate is
     a learner's tokens per second in calm rounds: every worker counted, and no learner joined, left,
     was lost, late, clipped, rejected or refused. A trainer's first round, which compiles, is not
@@ -189,13 +190,13 @@ def goodput(events: Sequence[dict]) -> float | None:
     calm_tokens = 0
     calm_up_s = 0.0
     started: set[int] = set()  # trainers that have made a round since the start
-    is_struck = False  # whether a line on a learner came just before
+    is_learner_line = False  # whether the group of lines is on learners: one has joined, left, ...
     # Groups of successive lines: of trainers that ended a round together, or on learners.
     together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
     for _, written in together:
         group = [*written]
-        was_struck = is_struck
-        is_struck = group[0]["event"] == "learner"
+        follows_learner_line = is_learner_line
+        is_learner_line = group[0]["event"] == "learner"
         if group[0]["event"] == "start":  # new processes compile again
             started.clear()
         if group[0]["event"] != "round":
@@ -206,7 +207,7 @@ def goodput(events: Sequence[dict]) -> float | None:
         up_s += group_up_s
         trainers = {e["trainer"] for e in group}
         all_counted = all(e.get("workers_counted") == e["workers"] for e in group)
-        if not was_struck and trainers <= started and all_counted:
+        if not follows_learner_line and trainers <= started and all_counted:
             calm_tokens += group_tokens
             calm_up_s += group_up_s
         started.update(trainers)

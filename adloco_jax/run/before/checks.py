@@ -197,7 +197,11 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
 
 
 def _checked_heldout_rows(corpus: Any) -> np.ndarray:
-    """Return the held-out rows of an object; ConfigError unless they are ids, and it is `Rows`."""
+    """Return the held-out rows of an object.
+
+    Raises ConfigError if the object lacks a member of `Rows`, or its held-out rows are no array of
+    ids [E, L + 1].
+    """
     lacks = [name for name in _ROWS if not hasattr(corpus, name)]
     if lacks:
         raise ConfigError(
@@ -205,7 +209,8 @@ def _checked_heldout_rows(corpus: Any) -> np.ndarray:
             " object with the methods of adloco_jax.engine.inputs.Rows"
         )
     rows = corpus.heldout_rows
-    if np.ndim(rows) != 2 or not np.issubdtype(rows.dtype, np.integer):
+    dtype = getattr(rows, "dtype", object)  # a list has none
+    if np.ndim(rows) != 2 or not np.issubdtype(dtype, np.integer):
         found = f"{getattr(rows, 'dtype', type(rows).__name__)} of shape {np.shape(rows)}"
         need = "give an array of integers [E, L + 1]"
         raise ConfigError(f"corpus.heldout_rows: {found}; {need}")

@@ -65,7 +65,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
     lock = FileLock(path, timeout=0)  # does not wait for another process
 
     def acquire_if_first() -> None:
-        """In process 0: make the folder, lock it, and write the token."""
+        """In process 0: make and lock the folder, and write the token that the others look for."""
         if not processes.is_first():
             return
         with _lock_errors(workdir):
@@ -318,9 +318,9 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
 def kind_of_change_now(key: str, settings: Settings) -> Change:
     """Return what another value of an option means for a run, given its other settings.
 
-    A run may be made longer freely only if no earlier round depends on its length. Rounds do with a
-    decaying learning rate, perhaps with a rule for their length, and where they leave updates
-    unsynchronised, which the last round has synchronised.
+    A run may be made longer freely only if no earlier round depends on its length. Rounds depend on
+    it if the learning rate decays, if a rule that may read it sets their length, or if they leave
+    updates unsynchronised: only the last round synchronises all.
     """
     inner = settings.inner
     rounds_depend_on_length = (
