@@ -106,7 +106,8 @@ def train(
     Raises:
       ConfigError: If the config or the folder cannot be used. Nothing is compiled or created (in a
         bucket an object is written and deleted).
-      DataError: If the data cannot be used, or have changed. Nothing is compiled or created.
+      DataError: If the data cannot be used, or have changed. Nothing is created, and nothing is
+        compiled but what finds an unset `model.base_dtype`.
       CheckpointError: If the run in the folder cannot be read, or its checkpoints are deleted.
       DivergedError: If the losses of all trainers have become infinite or NaN.
       ResourceError: If memory or disk space is missing. Files that were saved before stay.

@@ -542,8 +542,8 @@ class BucketTransport:
             inputs = inputs._replace(inner_states=packed)
             arguments["states"] = [*packed]  # the workers' ids
         message = RequestMessage(id=call.id, **arguments)
-        for _ in message.wanted:  # the keys of inner states, if the method is "states"
-            call.form.append(state_form(self._spec))
+        if message.wanted:  # the keys of inner states, if the method is "states"
+            call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
 
         def write() -> None:

@@ -354,6 +354,7 @@ class Remote:
         self._endpoint: Any = None  # None until the first connection
         self._connection: Any = None  # the last one, which may be closed
         self._attempt: asyncio.Task | None = None  # the last attempt to connect
+        self._watching: asyncio.Task | None = None  # looks at the connection until it ends
         self._told: set[str] = set()  # reasons of refusals that were told
         self._rates: dict[str, float] = {}  # in bits a second, as told, by direction
 
@@ -410,11 +411,14 @@ class Remote:
             answer, _ = await asyncio.wait_for(_ask_on(connection, hello), LATE_S)
         if answer.status == "refused":
             connection.close(1, b"refused")
-            raise ConfigError(f"{self.address}: the driver lets this computer not in: {answer.why}")
+            raise ConfigError(
+                f"{self.address}: the driver does not let this computer in: {answer.why}"
+            )
         self._connection = connection
         path = ", ".join(describe_path(connection))
         say(f"connected to the driver at {path}; this computer is {self._endpoint.id()}")
-        asyncio.ensure_future(self._watch(connection))
+        # Nobody awaits the task. It is kept, because asyncio itself may forget a running task.
+        self._watching = asyncio.ensure_future(self._watch(connection))
         return connection
 
     async def _watch(self, connection: Any) -> None:

@@ -209,7 +209,8 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
             break
         except iroh.IrohError as error:
             if time.monotonic() > until_s:
-                used = " and ".join(str(number) for number in sorted({*ports.values()}))
+                numbers = sorted({*ports.values()}) or ["of any number"]
+                used = " and ".join(str(number) for number in numbers)
                 raise ResourceError(
                     f"engine.kind = direct: cannot use UDP port {used} ({error.message()}); end the"
                     " process that uses it, or name another port (engine.address)"

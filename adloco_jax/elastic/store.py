@@ -160,7 +160,7 @@ class Store:
         return from_json(data, name, kind)
 
     def valid_message(self, name: str, kind: type[F]) -> F | None:
-        """Read an object of JSON; None if there is no object, or `message` would refuse it."""
+        """Read an object of JSON; None if there is no object, or `read_message` would refuse it."""
         with contextlib.suppress(Refused):
             return self.read_message(name, kind)
         return None
