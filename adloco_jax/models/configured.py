@@ -38,7 +38,8 @@ def build_network(
     Args:
       model: Architecture, sizes and types.
       adapter: Low-rank matrices beside the weights; those of rank 0 are none.
-      remat: Whether layers are rematerialised; None: if `model.remat` is true.
+      remat: Whether layers are rematerialised: the backward pass computes their activations again.
+        None: if `model.remat` is true.
       attention: The kernel of attention.
       layer_form: How layers follow one another (`models.kernels.run_layers`).
 
@@ -72,8 +73,16 @@ def build_model(
 ) -> tuple[InitFn, LossFn]:
     """Return the functions that initialise the model and compute its loss.
 
-    The arguments are those of `build_network`. Raises ConfigError if the architecture's functions
-    `build` or `loss` raise an error.
+    Args:
+      model: Architecture, sizes and types.
+      adapter: Low-rank matrices beside the weights; those of rank 0 are none.
+      remat: Whether layers are rematerialised: the backward pass computes their activations again.
+        None: if `model.remat` is true.
+      attention: The kernel of attention.
+      layer_form: How layers follow one another (`models.kernels.run_layers`).
+
+    Raises:
+      ConfigError: If the architecture's functions `build` or `loss` raise an error.
     """
     network = build_network(model, adapter, remat=remat, attention=attention, layer_form=layer_form)
     loss = ARCHITECTURES[model.arch].loss

@@ -348,10 +348,26 @@ def _load_adapter(
 ) -> PretrainedModel:
     """Read an adapter in a folder of this machine, and its base, which its config names.
 
-    The other arguments are those of `load`. The result's `network` and `params` have the adapter,
-    unless `merges` adds it to the weights. With frozen weights (`base_dtype`, or the recorded one)
-    `base` has the base's weights and `params` the adapter's only; then `merges` has no effect.
-    The errors are those that `load` lists.
+    The result's `network` and `params` have the adapter, unless `merges` adds it to the weights.
+    With frozen weights (`base_dtype`, or the recorded one) `base` has the base's weights and
+    `params` the adapter's only; then `merges` has no effect.
+
+    Args:
+      folder: The adapter's folder.
+      merges: Whether the adapter is added to the weights that it belongs to.
+      head: Whether the base must have the head.
+      base_dtype: How the base's weights are held frozen, as `model.base_dtype` says. None: they are
+        not frozen.
+      as_trained: Whether they are held as the run held them that trained the adapter, if that is
+        recorded.
+      key: The config's key, or the option, that messages mention.
+
+    Raises:
+      ConfigError: If the hub has no such base, it has no safetensors, or a file of weights is a
+        link that leads out of its folder.
+      ResourceError: If the hub cannot be reached.
+      DataError: If the adapter is no plain LoRA, lacks tensors or has others, or a file is damaged;
+        if the base is missing, damaged or unsupported, or has other weights than recorded.
     """
     content = _read_adapter_config(folder)
     stored = _list_file(folder / _ADAPTER_WEIGHTS)  # by name; the values are read below
@@ -463,7 +479,7 @@ def _with_adapter_of(folder: Path, network: Any, content: Mapping[str, Any]) -> 
         modules = _adapter_modules(adapted)
         possible.append(", ".join(_target_modules(adapted)))
 
-        # As in PEFT, a target stands for all modules whose names end with it. Each target must
+        # The adapter of these layers is the described one if it is in the same modules. As in PEFT, a target stands for all modules whose names end with it. Each target must
         # stand for some module with an adapter, and each of these modules have a target.
         modules_of_targets = []
         for target in targets:
@@ -498,8 +514,15 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Pretrai
 
     Of a local checkpoint, only weights that may be tied are read. Of an address or a repository on
     the hub, only `config.json` is read. Of an adapter, the network has the adapter, and everything
-    else describes the base. Checks and errors are those of `load(..., head=False)`, except for
-    weights that are not finite.
+    else describes the base. The head may be missing, or one of another kind.
+
+    Raises:
+      ConfigError: If the hub has no such repository, or a local file of weights is a link that
+        leads out of the folder.
+      ResourceError: If the hub cannot be reached.
+      DataError: If there is no such folder, the architecture is another, an adapter is no plain
+        LoRA, or tensors of a local checkpoint are missing, unexpected, stored twice, of a wrong
+        shape or not of a float dtype.
     """
     name = str(path_or_name)
     key = "model.init_from"
@@ -601,7 +624,8 @@ def save(
             " a weight_map"
         )
 
-    # Describe the model, and check that this describes all of its attributes.
+    # Describe the model in a config.json. `differing` are attributes of the network that a model of
+    # this description would not have.
     if config:
         config = _with_changed_sizes(config, network, names)
         differing = _differing(network, names.attributes(config))
@@ -937,7 +961,10 @@ def _list_file(file: Path) -> dict[str, _StoredTensor]:
 
 
 def _by_unique_name(pairs: Iterable[tuple[str, _StoredTensor]]) -> dict[str, _StoredTensor]:
-    """Return a dict of pairs of name and tensor; raise DataError if a name comes twice."""
+    """Return a dict of pairs of name and tensor; raise DataError if a name comes twice.
+
+    A pair's name may be another than the tensor has in its file.
+    """
     by_name: dict[str, _StoredTensor] = {}
     for name, where in pairs:
         if name in by_name:
@@ -953,9 +980,11 @@ def _check_checkpoint(
 ) -> tuple[PretrainedModel, dict[Tensor, _StoredTensor]]:
     """Check that a folder has exactly the tensors that its config.json describes.
 
-    Returns the result of `inspect`, and the place of each tensor that `load` has to read. Without
-    `needs_head` the head may be absent, or one of another kind, which is then left out. Raises
-    DataError with a line for each fault.
+    Returns the model without its parameters, and the place of each tensor that `load` has to read.
+    Without `needs_head` the head may be absent, or one of another kind, which is then left out.
+    Raises DataError, with a line for each fault, if tensors are missing, unexpected, stored twice,
+    or of a wrong shape or dtype, or if no such model is supported. Raises ConfigError if a file of
+    weights is a link that leads out of the folder.
     """
     network, names, config = _read_network(folder)
     stored = _with_usual_names(_list_checkpoint(folder), names)

@@ -8,7 +8,9 @@ a time: r is the query heads of one key/value head (H / G), l the positions of a
 these for all r heads (r l, heads first), s the keys that a block may see, t or T earlier positions
 of a text that is generated. A `d` before a name is its tangent or cotangent.
 
-`kept(x)` is x, marked to be kept for the backward pass, which recomputes what is not marked.
+`kept(x)` is x, marked to be kept for the backward pass, which recomputes what is not marked. Layers
+that take different arguments, such as a window of attention, are of several *kinds*. *Fused* is
+cuDNN's kernel, which computes attention without storing the scores.
 """
 
 import functools
@@ -105,7 +107,7 @@ def _attend_block_and_sums(
     """
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
-    largest = jnp.max(scores, axis=-1, keepdims=True)  # subtracted, so that no power overflows
+    largest = jnp.max(scores, axis=-1, keepdims=True)  # subtracted, so that no `exp` overflows
     powers = jnp.exp(scores - largest)
     sums = jnp.sum(powers, axis=-1, keepdims=True)
     y = jnp.einsum(
@@ -165,7 +167,7 @@ def _visible(
 
 
 def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None = None) -> Array:
-    """Compute causal attention [B, L, H, K] with cuDNN's kernel.
+    """Compute causal attention [B, L, H, K] with cuDNN's kernel, which has positions before heads.
 
     Queries are already scaled, so that the kernel's own scale is 1. `starts_BL` is the first
     position to which each position attends, in all heads; None: position 0.
@@ -218,9 +220,10 @@ _fused_batch_grads = _in_one_batch(_fused_grads)
 
 @jax.custom_vjp
 def _attend_in_documents(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array) -> Array:
-    """Compute causal attention within documents by cuDNN's kernel, [B, L, H, K] as in `_fused`.
+    """Compute causal attention within documents by cuDNN's kernel, [B, L, H, K].
 
-    It works under `vmap`, and is differentiable in reverse mode only.
+    `starts_BL` is the first position to which each position attends: its document's first. It
+    works under `vmap`, and is differentiable in reverse mode only.
     """
     return _fused_batch(q_BLHK, k_BLGK, v_BLGK, starts_BL)
 
@@ -271,7 +274,9 @@ def _attend_cudnn(
             in_specs=examples,
             out_specs=examples,
             axis_names=set(mesh.auto_axes),
-            check_vma=False,  # as in the `shard_map` around this one (`engine.programs`)
+            # Do not check over which axes values vary, as the `shard_map` around this one, in
+            # `engine.programs`, does not check it either.
+            check_vma=False,
         )
 
     # The kernel wants positions before heads.
@@ -413,26 +418,31 @@ def run_layers(
     order: Sequence[int] = (),
     form: str,
 ) -> tuple[Float[Array, "B L D"], PyTree]:
-    """Apply a stack of layers.
+    """Apply a stack of layers, the first to the activations, each other to the result before it.
 
-    Returns the activations, and a tree of the layers' second results, stacked to [N, ...].
+    A layer takes activations and further arguments. It returns new activations, and a second
+    result: None or a tree of arrays, such as new keys and values.
 
     Args:
-      layers: Module of a class from `stacked`, bound to the parameters. A leaf may be a tuple of
-        the layers' arrays instead of their stack, except with "scan".
+      layers: Module of a class from `stacked`, bound to the parameters. Each leaf of its variables
+        is a stack [N, ...]; except with "scan" it may be a tuple of N arrays instead.
       layer: Module of a single layer with the same attributes, not bound to parameters.
       x_BLD: Activations, the input of the first layer.
-      *kinds: A tuple of a layer's further arguments, for each kind of layers. If there are several
-        kinds, a layer that is scanned is given all kinds' arguments, each stacked over the kinds,
-        and its own kind as the last argument.
+      *kinds: For each kind of layers, a tuple of the further arguments. If there are several kinds,
+        a layer that is scanned is given all kinds' arguments, each stacked over the kinds, and its
+        own kind as the last argument.
       order: The kind of each layer, an index into `kinds`, if there are several; else empty.
       form: What the compiled program does: "scan" over the layers, "call" each layer as a function,
         which is fastest on a CPU, or "inline" every layer, which gives a GPU the fewest kernels.
+
+    Returns:
+      The last layer's activations, and the layers' second results, stacked to [N, ...].
     """
     # While parameters are initialised, only `layers` can create them, whatever the form.
     if form == "scan" or layers.is_initializing():
         if len(kinds) == 1:
             return layers(x_BLD, *kinds[0])
+        # A scan gives every layer the same arrays, so that each layer chooses its kind's.
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kinds)
         return layers(x_BLD, *stacks, jnp.asarray(order))
 
@@ -468,7 +478,7 @@ def run_layers(
 
     outputs = []
     for index, leaves in enumerate(zip(*parts_of_leaves, strict=True)):  # leaves of one layer
-        kind = order[index] if order else 0
+        kind = order[index] if order else 0  # without an order there is one kind
         apply_layer = layer_of_kinds[kind]
         x_BLD, output = apply_layer(structure.unflatten(leaves), x_BLD)
         outputs.append(output)

@@ -5,7 +5,8 @@ norm of each example's part of the gradient, summed over the layers that get the
 a mean over B examples, such a part is 1/B of the gradient of the example's own loss. A tap changes
 no result, but a negative entry masks its example out of all weight gradients. Taps work in reverse
 mode only (`custom_vjp`). A weight must be used by one tapped layer, once per pass; a tied embedding
-has `look_up_tied`.
+has `look_up_tied`. A *tied* embedding is a table that is also the matrix of the *head*, the last
+layer, which returns logits. A *frozen* weight is not trained: it has no gradient and no tap.
 
 Axes of arrays: B examples, L positions of an example, V token ids, N layers, D and F the inputs and
 outputs of a layer, A the rank of an adapter, 1 an axis of size one. A name that ends in `_B` alone
@@ -108,8 +109,8 @@ def _weight_and_tap(
 ) -> tuple[Any, Tap]:
     """Return a module's weight of a name, and the tap for the layer that uses the weight.
 
-    A weight in the collection `BASE` is frozen: it gets no gradient, and the tap is None. Any other
-    is a float32 parameter, drawn by `init(key, shape, dtype)`.
+    `tap_B` is the module's tap. A weight in the collection `BASE` is frozen: it gets no gradient,
+    and the tap is None. Any other is a float32 parameter, drawn by `init(key, shape, dtype)`.
     """
     if module.has_variable(BASE, name):
         return lax.stop_gradient(module.get_variable(BASE, name)), None
@@ -218,7 +219,9 @@ class TiedTap(NamedTuple):
 def look_up_tied(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> tuple[Float[Array, "B L D"], TiedTap | None]:
-    """Compute `look_up` of a table that is also the head's matrix; also return the head's tap.
+    """Look up tokens in a table that is also the head's matrix; also return the head's tap.
+
+    Without `tap_B` the second result is None.
 
     For an example's gradients e of the embedding and h of the head, |e + h|^2 is |e|^2 + |h|^2 +
     2 e.h. The product needs the rows of h at the example's tokens only: `attend_tied` returns them
@@ -258,7 +261,7 @@ def _with_rows(y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array) ->
 
 
 def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
-    """Return the result of `_with_rows`, and what its backward pass needs."""
+    """Return the result of `_with_rows`, and two of its arguments, for the backward pass."""
     return y_BLV, (x_BLD, tokens_BL)
 
 
@@ -324,24 +327,24 @@ def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) 
 
 
 def _scale(x_BLD: Array, gain_D: Array) -> Array:
-    """Compute `apply_gain`."""
+    """Multiply every feature of the activations by its gain."""
     return x_BLD * gain_D[None, None, :]
 
 
 def _shift(x_BLD: Array, bias: Array) -> Array:
-    """Compute `add_bias`."""
+    """Add a bias [D] at all positions, or [L, D] with a row for each; keep the dtype of `x_BLD`."""
     # In float32, because the gradient of the bias is a sum over all positions.
     bias_BLD = lax.expand_dims(bias, range(x_BLD.ndim - bias.ndim))
     return (x_BLD.astype(jnp.float32) + bias_BLD).astype(x_BLD.dtype)
 
 
 def _take(tokens_BL: Array, table_VD: Array) -> Array:
-    """Compute `look_up`."""
+    """Return the row of the table for every token; NaN for an id past the end of the table."""
     return jnp.take(table_VD, tokens_BL, axis=0, mode="fill")
 
 
 def _take_and_zeros(tokens_BL: Array, table_VD: Array) -> tuple[Array, Array]:
-    """Return the tokens' rows of the table, and `TiedTap.rows_BLD`."""
+    """Return the tokens' rows of the table, and as many zeros, for `TiedTap.rows_BLD`."""
     x_BLD = _take(tokens_BL, table_VD)
     return x_BLD, jnp.zeros_like(x_BLD)
 
@@ -388,13 +391,14 @@ def _tapped(
 ) -> Any:
     """Return `layer(x_B, weight)`; the cotangent of `tap_B` is the squared norms [B].
 
-    The arguments are those of `_apply_layer`.
+    `norms_fn` computes these norms. None: each example's gradient is computed on its own. A
+    negative entry of `tap_B` masks its example out of the gradient of `weight`.
     """
     return layer(x_B, weight)
 
 
 def _tapped_forward(layer, norms_fn, x_B, weight, tap_B):
-    """Return the result of `_tapped`, and what its backward pass needs."""
+    """Return the result of `_tapped`, and its array arguments, for the backward pass."""
     return layer(x_B, weight), (x_B, weight, tap_B)
 
 
@@ -515,7 +519,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
+        """Normalise in float32, multiply by the gain, and return [B, L, D] in `dtype`."""
         init = nn.initializers.constant(1 - self.offset)  # so that the gain begins at 1
         gain_D, tap_B = _weight_and_tap(self, "scale", init, x_BLD.shape[-1:], tap_B)
         if self.offset:  # added in float32, because a frozen parameter may be bfloat16
@@ -534,7 +538,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalise in float32, apply `apply_gain` and `add_bias` and cast to `dtype`."""
+        """Normalise in float32, apply gain and bias, and return [B, L, D] in `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
@@ -596,7 +600,7 @@ class Offset(nn.Module):
     def __call__(
         self, x_BLD: Float[Array, "B L D"], rows: int | slice, tap_B: Tap = None
     ) -> Float[Array, "B L D"]:
-        """Apply `add_bias` with one row at every position, or with a slice of L rows."""
+        """Add one row of the table at every position, or a slice of L rows, one at each."""
         shape = (self.num_rows, x_BLD.shape[-1])
         table = self.param("embedding", _INIT, shape, jnp.float32)
         return add_bias(x_BLD, table[rows], tap_B)

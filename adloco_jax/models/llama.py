@@ -264,8 +264,9 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     """One transformer layer. It returns activations [B, L, D], and the second result of attention.
 
-    The arguments from `cos_LK` to `seen` are those of `_Attention`. If `kind` is given, each of
-    them has a leading axis of all kinds of layers, of which the layer takes the index `kind`.
+    `cos_LK` and `sin_LK` are from `_rotary_tables`; `seen` says to which positions each position
+    attends (`_Attention`). If `kind` is given, each of the four arguments before it has a leading
+    axis of all kinds of layers, of which the layer takes the index `kind`.
     """
 
     sizes: _Sizes
@@ -687,7 +688,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         weights_BL = None if rows.weights is None else rows.weights[:, 1:]
         hidden_BLD, tap = hidden(variables, inputs_BL, tap_B, starts_BL)
         if base is not None:
-            tap = None  # the head is frozen
+            tap = None  # the head is frozen, and has no gradient to measure
         losses_BL = token_losses(variables, hidden_BLD, targets_BL, tap)
         if weights_BL is None:
             return jnp.mean(losses_BL, axis=1)
@@ -699,8 +700,10 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Make the training loss: the mean over sequences of `sequence_losses`.
 
-    Returns `loss_fn(params, rows, tap_B=None, base=None)`, a float32 scalar. Arguments and errors
-    are those of the function that `sequence_losses` returns.
+    Returns `loss_fn(params, rows, tap_B=None, base=None)`, a float32 scalar. Rows are int32 tokens
+    [B, L+1] or a `row_batch.RowBatch`; another shape, or L of 0, raises ValueError while tracing.
+    `base` has the frozen weights of a model with an adapter. `sequences_per_chunk` is the number of
+    sequences whose logits exist at one time; 0: all.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
@@ -772,9 +775,15 @@ def _padded_length(num_tokens: int) -> int:
 
 
 class _Generation(NamedTuple):
-    """The state of `_continue`: texts are known before `position`, `past` before `position - 1`.
+    """The state of the loop of `_continue`, in which each pass writes a token of each text.
 
-    `past` is a dict of "keys" and "values", [N, B, G, T, K].
+    Attributes:
+      position: Where the next token is written; the texts have tokens at all positions before it.
+      text_BT: The texts; what stands from `position` on has no meaning.
+      past: A dict of "keys" and "values", [N, B, G, T, K], for the positions before the last known
+        token, which is at `position - 1`. The next pass reads this token, and adds its own keys and
+        values.
+      has_ended_B: Whether a text has a token that ends it.
     """
 
     position: Array
@@ -796,23 +805,29 @@ def _continue(
     key: Array,
     ends_E: Array,
 ) -> Array:
-    """Return texts [B, T] with new tokens from position `length` on, before `stop`.
+    """Return texts [B, T] with new tokens at the positions from `length` to `stop - 1`.
+
+    If all texts have ended earlier, the rest of them stays as it was given.
 
     Args:
       model: The model.
-      num_read: Number of positions that are read at once for the prompts, at least `length`.
+      num_read: Number of positions that are read at once for the prompts, at least `length`. It is
+        static, and `length` is data, so that one program serves several lengths.
       variables: Parameters and frozen weights by collection.
       text_BT: Prompts, with padding from `length` on.
       length: Length of the prompts, at least 1.
       stop: Length of the prompts with the new tokens, at most T.
-      temperature: As for `generate`.
-      key: As for `generate`.
+      temperature: Divides the logits before sampling; 0 takes the most probable token.
+      key: Random key for sampling.
       ends_E: Ids that end a text. The loop ends when all texts have ended.
     """
-    logits = nn.apply(Llama.logits, model)
+    logits = nn.apply(Llama.logits, model)  # logits(variables, hidden_BLD)
 
     def extend(tokens_BL: Array, position: Array | int, past: PyTree) -> tuple[Array, PyTree]:
-        """Return hidden vectors, and keys and values, of new tokens that follow those of `past`."""
+        """Return the last layer's output, and keys and values, of new tokens from `position` on.
+
+        `past` has the keys and values of the positions before, or arrays of size 0.
+        """
         collections = variables | {PAST: {"layers": {"attention": past}}}
         hidden_and_new: Any = model.apply(collections, tokens_BL, position, method=Llama.extend)
         return hidden_and_new
@@ -847,6 +862,7 @@ def _continue(
     # Read the prompts. Keys and values of the padding are never seen: they are overwritten before
     # texts reach their positions. The last token of the prompts is read again, in the first
     # `add_token`, for the logits of the next.
+    # With arrays of size 0, `Llama.extend` reads prompts; only their first axis, N, is used.
     empty = jnp.zeros((model.num_layers, 0, 0))
     _, past = extend(text_BT[:, :num_read], 0, {"keys": empty, "values": empty})
     num_new_positions = text_BT.shape[1] - num_read

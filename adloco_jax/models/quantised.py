@@ -84,6 +84,6 @@ def dequantised(weight: Array | Quantised) -> Array:
     """Return a weight as an array: float32 [D, F] of a `Quantised`, an array as it is."""
     if not isinstance(weight, Quantised):
         return weight
-    import qwix
+    import qwix  # only here, because its import takes seconds
 
     return qwix.dequantize(qwix.QArray(unpacked(weight), weight.scales, qtype=weight.kind))

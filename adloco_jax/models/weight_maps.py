@@ -159,6 +159,7 @@ def _pad_id(content: dict) -> int | None:
     """Return the id of padding, whose embedding PyTorch does not train; None if there is none.
 
     In config.json it is `pad_token_id`; a negative one counts from the end of the vocabulary.
+    Raises Unusable if it is no id of the vocabulary.
     """
     pad_id = content.get("pad_token_id")
     size = content["vocab_size"]
@@ -199,7 +200,8 @@ def _normalised_llama(content: dict) -> dict:
 
     The class fills in defaults, and renames keys of older versions. Set here are `rope_parameters`
     (one dict, maybe empty), `rope_theta` and, for Gemma, `sliding_rope`, a dict of the same keys
-    for its layers of sliding attention.
+    for its layers of sliding attention. Raises Unusable if a size is missing or no positive number,
+    transformers refuses the content, or the layers have several rotary objects.
     """
     from transformers import CONFIG_MAPPING  # slow, and needed only for a checkpoint
 
@@ -230,7 +232,8 @@ def _normalised_llama(content: dict) -> dict:
 def _rope_scaling(rope: Mapping) -> RopeScaling | None:
     """Return how the model divides rotary frequencies; None: it does not.
 
-    `rope` is the value of `rope_parameters`, or of one type of layers in it.
+    `rope` is the value of `rope_parameters`, or of one type of layers in it. Raises Unusable if its
+    type is not in `_ROPES`, it rotates only a part of each head, or its numbers are out of range.
     """
     key = "rope_parameters"
     kind = rope.get("rope_type", "default")
@@ -302,6 +305,7 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
     """Return the attributes of a Llama that are not sizes, by the keys of its family.
 
     `content` is a result of `_normalised_llama`, and `sizes` has the attributes of `LLAMA.sizes`.
+    Raises Unusable if a key says what is not supported, such as another activation.
     """
     family = content["model_type"]
     # Whether the keys that switch biases on are true; a key that the family ignores is absent.
@@ -349,7 +353,8 @@ def _llama_features(content: dict, sizes: dict) -> dict[str, Any]:
 def _normalised_bert(content: dict) -> dict:
     """Return a BERT's content with the defaults that transformers fills in.
 
-    They are the id of padding, the number of classes and the problem type.
+    They are the id of padding, the number of classes and the problem type. Without names of classes
+    (`id2label`) and a number, transformers assumes two classes.
     """
     labels = content.get("id2label")  # an object with a name for each class
     filled = {"pad_token_id": 0} | content
