@@ -3,6 +3,10 @@
 A config file calls `default_config()`, a locked ConfigDict of the options in `adloco_jax.settings`,
 and changes some. `validate` turns it into a `Config`, and `completed` finds what that leaves unset:
 the `Settings` that all other modules read.
+
+A fault is what is wrong with an option, in words; a rule says which options go together. A table
+maps names to what an option can name, such as optimizers. A run's record is `config.json` in its
+folder, with the settings that it began with. A learner is a process that trains workers.
 """
 
 import contextlib
@@ -87,6 +91,8 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
     if not isinstance(config, ConfigDict | Mapping):
         need = "must be a config; start from default_config()"
         raise ConfigError(f"config = {shown(config)}: {need}")
+    # A copy as plain dicts, from which options can be taken. A key with a dot, as in "inner.tx", is
+    # let through here, so that it is reported below with all other faults.
     written = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
     no_options: dict[str, Any] = {group: {} for group in GROUPS}
     values = no_options | written
@@ -191,7 +197,8 @@ def completed(
 
     groups = dict(config)
     groups.update(model=model, data=data, ensemble=ensemble, batching=batching)
-    # `validate` has checked types and limits; what is left are the rules.
+    # `model_construct` checks nothing: `validate` has checked types and limits, and what is left
+    # are the rules.
     settings = Settings.model_construct(config.model_fields_set, **groups)
     faults = settings.faults(known)
     if faults:
@@ -226,7 +233,11 @@ def _of_checkpoint(
     """Add the `config.json` of `model.init_from`, and find the sizes that are unset.
 
     Returns the settings of the model, and a line if sizes were read in the checkpoint. `record` has
-    all settings of an earlier run from the same checkpoint, and is empty without one.
+    all settings of an earlier run from the same checkpoint, and is empty without one;
+    `architectures` is the table of that name.
+
+    Raises ConfigError if there is no such checkpoint, DataError if it is damaged, ResourceError if
+    the hub does not answer.
     """
     model = _filled(model, record)
     recorded = record.get("model", {})
@@ -265,7 +276,10 @@ def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings,
     """Find source and column of a text by its files, and today's date for chats.
 
     Returns the settings of the data, and what was found in files, as "key=value by ...". `record`
-    is as in `_of_checkpoint`.
+    has all settings that the run recorded before, and is empty if it recorded none about a text.
+
+    Raises ConfigError if the files are of several kinds or no text, DataError if they are missing
+    or damaged.
     """
     data = _filled(data, record)
     found = []
@@ -282,6 +296,7 @@ def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings,
             found.append(f"data.text_column={data.text_column} by the files of {data.path}")
     if data.is_chat:
         today = datetime.date.today().isoformat()
+        # A run that goes on keeps its date, so that its chats stay as they were.
         date = record.get("data", {}).get("date") or data.date or today
         data = data.model_copy(update={"date": date})
     return data, found
@@ -291,6 +306,7 @@ def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> Ensembl
     """Let each learner have one worker, unless their number is set."""
     workers = ensemble.num_workers
     if "num_workers" in ensemble.unset and engine.kind != "local":
+        # Each trainer needs a worker.
         workers = max(engine.max_learners or _FEWEST_LEARNERS, ensemble.num_trainers)
     return ensemble.model_copy(update={"num_workers": workers})
 
@@ -298,7 +314,8 @@ def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> Ensembl
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
     """Let unset limits of batches follow the first batch; list the sizes of micro-batches.
 
-    Sets `max_batch_size` (None if memory decides), `batch_cap` and `buckets`.
+    Sets `max_batch_size` (None if memory decides), `batch_cap` and `buckets`. `tests` is the table
+    of batch-size tests.
     """
     first = batching.initial_batch_size
     is_measured = tests[batching.test].needs != "nothing"  # else a schedule sets the batch

@@ -3,6 +3,11 @@
 An option is a field, and the text below it its meaning. "harmless", "accepted" (with
 --accept-config-change) or "refused" in the annotation of a field, or else of its group, says
 whether it may change when a run is resumed. Does not import JAX.
+
+A key is an option's name with its group, such as `inner.tx`. A table maps names to what a user can
+choose by name, such as optimizers; config files can add entries. A trainer is a model in training;
+its workers train copies of it, and a synchronisation brings these together. A learner is a process
+of its own that trains workers, for the driver, the process that holds the run.
 """
 
 import inspect
@@ -79,13 +84,17 @@ class SettingsGroup(
 
     @property
     def unset(self) -> set[str]:
-        """The options that are still to be found by `config.completed`."""
+        """The names of the options that `config.completed` has still to find.
+
+        They are annotated with `Found`, the config does not set them, and it says where to look.
+        """
         names = set()
         for name, field in type(self).model_fields.items():
-            if name in self.model_fields_set:
+            if name in self.model_fields_set:  # pydantic's: the fields that were given a value
                 continue
             for mark in field.metadata:
-                # The option that says where to look, such as `data.path`, may be empty.
+                # Where to look is another option, such as `data.path`. If that is empty, there is
+                # nothing to find, and the default of the field counts.
                 if isinstance(mark, Found) and getattr(self, mark.key):
                     names.add(name)
         return names
@@ -99,7 +108,7 @@ class SettingsGroup(
         yield from ()
 
     def _unknown_names(self, tables: Tables) -> list[Rule]:
-        """Find the options of this group that name an entry which no table has."""
+        """Return a rule for each option of this group that names an entry which no table has."""
         broken = []
         for name, field in type(self).model_fields.items():
             for mark in field.metadata:
@@ -114,7 +123,8 @@ class SettingsGroup(
         Rules about several groups are checked if no group names an entry that does not exist, and
         no rule about an option that is still to be found. Each line ends with what to do.
         """
-        groups = [value for _, value in self if isinstance(value, SettingsGroup)]  # of a config
+        # A whole config has groups, and a group has none.
+        groups = [value for _, value in self if isinstance(value, SettingsGroup)]
         lines: list[str] = []
         for group in groups:
             lines += group.faults(tables)
@@ -278,7 +288,9 @@ class DataSettings(SettingsGroup):
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
         """Find the broken rules about the source."""
-        source = tables["DATA_SOURCES"][self.source]  # says which options it needs and refuses
+        # `needs` names the options that the source needs, and `refuses` those that must keep their
+        # default, each with the reason.
+        source = tables["DATA_SOURCES"][self.source]
         if self.is_chat and "text_column" not in source.needs:
             yield (
                 "source text_column",
@@ -480,6 +492,7 @@ class BatchingSettings(SettingsGroup):
             if limit is not None and first > limit:
                 need = f"the first is larger; set batching.{key}={first}"
                 yield f"initial_batch_size {key}", need
+        # Without a largest micro-batch of its own, the run takes one of the buckets for it.
         if self.buckets and not largest and not any(first <= n <= cap for n in self.buckets):
             yield "buckets initial_batch_size batch_cap", "no bucket lies between the two; add one"
         has_ramp = self.ramp != ()
@@ -731,6 +744,7 @@ class Config(SettingsGroup):
         inner = self.inner
         known = self.model_copy(update={"num_rows": num_rows})
         is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
+        # With `own_params` parameters are sent in parts, within a round.
         if not self.num_epochs or not num_rows or not is_fixed or self.outer.own_params:
             return known
         at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())  # rows of an update
@@ -755,6 +769,7 @@ class Config(SettingsGroup):
         # Whether workers may join after the start: at a set time, or as gradient noise grows.
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
         is_fixed = inner.max_steps_per_round is None and inner.round_length == "fixed"
+        # Whether the function that builds the network takes an adapter.
         can_adapt = "adapter" in inspect.signature(architecture.build).parameters
 
         if self.adapter.rank and not can_adapt:
@@ -869,7 +884,7 @@ def kind_of_change(key: str) -> Change:
 
     The field's annotation says so, else that of its group.
     """
-    group, _, _ = key.partition(".")
+    group, _, _ = key.partition(".")  # of an option of no group, such as "seed", its own name
     marks = [*OPTIONS[key].metadata, *Settings.model_fields[group].metadata]
     return next(mark for mark in marks if mark in get_args(Change))
 

@@ -1,4 +1,10 @@
-"""Run a whole experiment: build its parts, call the training loop, and write the report."""
+"""Run a whole experiment: build its parts, call the training loop, and write the report.
+
+A run may be tried several times: an attempt begins at the newest checkpoint. Its rounds are run by
+an engine, in this process or in learners: other processes, for which this one is the driver. The
+consensus is the model that stands for all trainers: the only one, the best, or their average. The
+ledger is the log of a run. An observer is a function that is called after each round.
+"""
 
 import contextlib
 import datetime
@@ -117,7 +123,7 @@ def train(
         raise ConfigError("workdir: several processes need the name of one folder")
     folder = Path(workdir or f"runs/train-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     settings = validate(config)
-    if settings.engine.starts_learner:
+    if settings.engine.starts_learner:  # which needs the accelerator, so that this process must not
         processes.leave_accelerator()
     use_compilation_cache()
 
@@ -210,6 +216,7 @@ def fit(
         eval_loss_fn=eval_loss_fn,
         label_params=label_params,
     )
+    # Nothing is found in files: model and rows are the caller's.
     settings = completed(validate(settings), folder, reads=False)
     settings = check_own(settings, model, corpus)
 
@@ -254,6 +261,7 @@ def join(
 
     Raises:
       ConfigError: If the bucket, the version, the rows or other arguments do not fit the run.
+      ResourceError: If the driver cannot be reached.
     """
     model = own_model(
         loss_fn,
@@ -279,17 +287,26 @@ def join(
 def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
     """Run all remaining rounds of a run, export its consensus model, and write the report.
 
-    `on_round` is that of `fit`. All processes of the run call this; process 0 writes. Raises
-    UserError as `train` does, and what `on_round` raises.
+    `on_round` is that of `fit`. All processes of the run call this; process 0 writes.
+
+    Raises:
+      ConfigError: If another run uses the folder, the processes differ in config or data, or the
+        user's own code raises an error.
+      DataError: If the data have changed, or the ledger is damaged.
+      CheckpointError: If no checkpoint can be used.
+      DivergedError: If the losses of all trainers have become infinite or NaN.
+      ResourceError: If memory or disk space is missing.
+      Preempted: If the process received a signal to stop.
+      Exception: What `on_round` raises.
     """
     check_rules(run)
     require_equal_processes(run)
     if on_round is None:
         on_round = _ignore_round
     result = _last_attempt(run, on_round)
-    exported = fetch(result.params)
+    exported = fetch(result.params)  # in all processes, because each may hold a part of an array
     if processes.is_first():
-        tokenizer = getattr(run.corpus, "tokenizer", None)
+        tokenizer = getattr(run.corpus, "tokenizer", None)  # rows of the caller of `fit` have none
         write_consensus(
             exported,
             run.workdir / "export",
@@ -298,6 +315,7 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
             base_sha256=run.model.base.fingerprint,
         )
         report.conclude(run.workdir)
+    # No process returns before, or its caller might read an export that is not whole.
     processes.barrier("the export and the report are written")
     return result
 
@@ -310,7 +328,8 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
     """Run all remaining rounds, with a new attempt from the newest checkpoint on failure.
 
     The folder is locked meanwhile, and a signal sets the event `stop`. `after_failure` raises the
-    error if another attempt would not help.
+    error, or a ResourceError in its place, if another attempt would not help. Other errors end the
+    run at once.
     """
     failures = Failures()  # of earlier attempts
     with (
@@ -372,13 +391,15 @@ class _ErrorOfOnRound(Exception):
 def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     """Run the rounds that are left, and return the last state.
 
-    Raises Preempted after a signal, and DivergedError once no trainer's loss is finite.
+    Raises Preempted after a signal, DivergedError once no trainer's loss is finite, ResourceError
+    if the run cannot be saved, and JAX's errors and OSError of a failed round, after which another
+    attempt may help.
     """
     settings = run.settings
     engine = attempt.recorder.engine
     state = attempt.state
     if is_over(state.control, settings):  # as after a stop between the last round and the export
-        attempt.evaluator.consensus(state)
+        attempt.evaluator.consensus(state)  # which the result has
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
@@ -405,6 +426,7 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             # With learners, the driver has the parameters, and asks for the other arrays.
             return State(engine.complete(state), state.control)
         except Stopped as error:  # by a signal: save, and raise Preempted
+            # On this process's devices the round has begun, and may have taken the arrays' memory.
             attempt.checkpoints.end(error.state, within=is_local)
         except Diverged as error:
             attempt.recorder(error.state, error.boundary)  # which the loop has not called
@@ -419,7 +441,7 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
 def _observer_for_caller(ledger: Ledger, on_round: OnRound) -> Observer:
     """Make an observer that gives the caller of `fit` the ledger's lines since its last call."""
     lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
-    ledger.listeners.append(lines.append)
+    ledger.listeners.append(lines.append)  # is called with each line that is written
 
     def call_on_round(state: State, boundary: Boundary) -> None:
         """Call `on_round` with the new lines; mark its errors as its own."""

@@ -23,7 +23,8 @@ disk, renamed to its round's number and read back; then older ones go. Of severa
 writes its own shards to a shared file system, and process 0 everything else.
 
 A checkpoint is verified if the size and the hash of each file are those of its manifest; it is
-damaged if they are not, or if a file cannot be read.
+damaged if they are not, or if a file cannot be read. Each step that may fail is made by `_on_all`:
+if it fails in one process, it fails in all.
 """
 
 import concurrent.futures
@@ -98,6 +99,7 @@ class Saver:
         self._on_saved = on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # The last save, until `wait` has told whether it failed.
         self._pending: concurrent.futures.Future[None] | None = None
         if processes.is_first():  # one deletes for all, in the folder that they share
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
@@ -268,7 +270,8 @@ def verify(checkpoint: Path) -> CheckpointManifest:
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """Read a checkpoint's manifest, without a look at the files that it describes.
 
-    The manifest file holds a hash of its own content, which is compared.
+    The manifest file is JSON. Its key `sha256` has the hash of all the rest, which is compared.
+    `checkpoint` is the folder, whose name is the number of its round.
 
     Raises:
       Damaged: If the manifest is missing, unreadable or changed, is that of another round, or the
@@ -276,11 +279,11 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
       CheckpointError: If the checkpoint was written in another format.
     """
     path = checkpoint / _MANIFEST
-    if checkpoint.is_symlink():
+    if checkpoint.is_symlink():  # a run makes none, so this may be another run's checkpoint
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
     content = read_json(path, Damaged)
     content.pop("sha256", None)  # is not part of what it is the hash of
-    # Written again, an unchanged content has the same bytes, with the hash.
+    # Encoded again with its hash, an unchanged content gives the bytes of the file.
     if path.read_bytes() != _manifest_bytes(content):
         raise Damaged(f"{path}: does not match its own hash")
     if content.get("format") != FORMAT:

@@ -88,9 +88,10 @@ def save(
     if adapter.rank:  # with `merge`
         loaded = hf.load(model.init_from)
         hf.require_same_base(loaded, base_sha256, f"model.init_from={model.init_from}")
+        # The base weights alone: what was loaded may have an adapter already.
         _, base = split_adapter(loaded.params)
         params = merge_adapter(with_adapter(base, fetch(params)), network.adapter)
-        network = network.clone(adapter=None)
+        network = network.clone(adapter=None)  # whose weights now contain the adapter
     config = json.loads(model.checkpoint or "{}")  # of the checkpoint with which training began
     if dtype is None:
         stored_as = config.get("dtype", config.get("torch_dtype"))
@@ -190,8 +191,8 @@ def read_trained(
 
     Raises:
       ConfigError: If there is no such checkpoint or trainer, or `fit` made the run and its model or
-        data are needed.
-      CheckpointError: If the checkpoint is damaged, or of another format.
+        data are needed, or an entry that the user added to a table is not defined here.
+      CheckpointError: If the checkpoint or the run's record is damaged, or of another format.
       DataError: If the data cannot be read.
     """
     workdir = Path(workdir)
@@ -223,6 +224,7 @@ def read_trained(
         # Measuring losses needs the code of the model, which `fit` was given.
         refuse_fit(workdir)
         run = assemble(settings, machine, workdir)
+        # In the batches in which the run evaluates, which are known to fit the memory.
         heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
         with contextlib.closing(Programs(run.spec)) as programs:
             programs.hold(run.model.base.params)  # frozen weights go to the devices

@@ -1,4 +1,8 @@
-"""The folder of a run: whether it can be used, what it recorded, and what has changed since."""
+"""The folder of a run: whether it can be used, what it recorded, and what has changed since.
+
+The record of a run is `config.json`, with its settings; the ledger is its log. A table maps names
+to what an option can name, such as optimizers; a user's config file can add entries.
+"""
 
 import contextlib
 import errno
@@ -32,6 +36,7 @@ from adloco_jax.settings import (
     kind_of_change,
 )
 
+# The disk is full or broken, or the process has too many files open.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *TOO_MANY_FILES)
 
 
@@ -87,13 +92,14 @@ def exclusive(workdir: Path) -> Iterator[None]:
         processes.run_on_all(require_shared)
         yield
     finally:
-        lock.release()
+        lock.release()  # does nothing in the other processes, which have not acquired it
 
 
 def require_usable(workdir: Path) -> None:
-    """Check that a run can write to a folder, and leave nothing there. Raises as `exclusive`.
+    """Check that a run can write to a folder, and leave nothing there. Only process 0 looks.
 
-    Only process 0 looks, as in `exclusive`.
+    Raises InUse, a ConfigError, if another run uses it; ConfigError if it cannot be written;
+    ResourceError if the disk is full.
     """
     if not processes.is_first():
         return
@@ -109,7 +115,11 @@ def require_usable(workdir: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_errors(workdir: Path) -> Iterator[None]:
-    """Turn errors of a lock and its file into ConfigError, or ResourceError for a full disk."""
+    """Turn errors of a lock and its file into errors for the user.
+
+    InUse, a ConfigError, if another process holds the lock; ResourceError for a full disk;
+    ConfigError for another OSError.
+    """
     try:
         yield
     except Timeout:
@@ -152,7 +162,8 @@ def recorded(workdir: Path) -> Recorded | None:
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     """Record all settings of a run, and the fields in `more`, atomically in `config.json`.
 
-    `more` has the fields of `Recorded`, and others that are only for people to read.
+    `more` has the fields of `Recorded`, and others that are only for people to read. Raises
+    ResourceError if the file cannot be written.
     """
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
@@ -174,7 +185,11 @@ def recorded_settings(workdir: Path) -> Settings:
 
 
 def recorded_config(workdir: Path) -> ConfigDict:
-    """Read the config with which `train` resumes a run; ConfigError also if `fit` made it."""
+    """Read the config with which `train` resumes a run.
+
+    Raises ConfigError if `fit` made the run, or an entry that the user added to a table is not
+    defined now; CheckpointError without a readable record.
+    """
     refuse_fit(workdir)
     return ConfigDict(_resumable_record(workdir).config.model_dump())
 
@@ -234,7 +249,7 @@ def finished(
     end = finish(read(ledger))  # the line with which a run says that it is finished
     if end is None or not (folder / "export").exists():
         return None
-    settings = settings.with_rows(before.config.num_rows)
+    settings = settings.with_rows(before.config.num_rows)  # by which epochs are counted
     if settings.share_done(end["rounds"], end["tokens_total"]) < 1:  # the config asks for more
         return None
     rounds = checkpoint.list_rounds(checkpoints)  # the newest first

@@ -1,7 +1,8 @@
 """The state of a run in a checkpoint: what is written beside its arrays, and what is read.
 
 The state has two parts: the ensemble (`Ensemble`: the arrays of trainers and workers) and the
-control (`Control`: what the host knows of them, such as sizes and counts, as JSON).
+control (`Control`: what the host knows of them, such as sizes and counts, as JSON). The base is the
+frozen weights of a model with an adapter, which no checkpoint has.
 """
 
 import dataclasses
@@ -108,9 +109,9 @@ def begin_control(
       ResourceError: If not even the smallest micro-batch fits the memory.
     """
     settings = run.settings
-    remat = False
+    remat = False  # a model of the caller of `fit` may not be able to
     if run.model.can_remat:
-        remat = settings.model.remat
+        remat = settings.model.remat  # None: if memory requires it
     allowed = modes(remat, run.spec.machine.platform)  # by preference
     size = settings.batching.max_batch_size  # None: the largest that fits
     if content is not None and size in (None, content.host.max_batch_size_given):
