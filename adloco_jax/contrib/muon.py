@@ -1,4 +1,7 @@
-"""Muon as inner optimizer: orthogonalised momentum for the matrices of hidden layers."""
+"""Muon as inner optimizer: orthogonalised momentum for the matrices of hidden layers.
+
+A label names the kind of a parameter, such as "matrix" or "embedding" (`core.types.label_by_name`).
+"""
 
 import math
 from collections.abc import Callable
@@ -68,7 +71,7 @@ def muon(
         ),
         optax.stateless(by_shape),
         optax.add_decayed_weights(weight_decay),
-        optax.scale(-1.0),
+        optax.scale(-1.0),  # an update is added to the parameters, so it goes down the slope
     )
     rest = adamw(
         beta1=beta1,

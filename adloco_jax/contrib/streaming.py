@@ -2,6 +2,10 @@
 
 The first axis with at least F entries, after that of trainers or workers, is divided: entry i
 belongs to fragment i % F, e.g. every F-th layer. Leaves without such an axis are in fragment 0.
+
+Axes of arrays: M trainers, R workers, X either of them, T micro-batches. Packed arrays are in the
+form that is sent (`core.compress`). A pseudo-gradient is the mean of the differences of a trainer's
+workers from the trainer.
 """
 
 import math
@@ -179,7 +183,8 @@ def receive_fragment(
 ) -> Workers:
     """Copy a synchronised fragment from each trainer to its workers, or mix it with theirs.
 
-    Only `sizes` and `params_M` of `ensemble` are read. `mixing`, 0 to 1, is the share of a worker's
+    The fragment is the one at the position `fragment`, 0 to F - 1, of `num_fragments`, F. Only
+    `sizes` and `params_M` of `ensemble` are read. `mixing`, 0 to 1, is the share of a worker's
     own entries in the mixture; a worker whose own entries are not finite takes the trainer's alone.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
@@ -297,6 +302,9 @@ def flush_workers(
       precision: Format in which workers send differences and receive the mean.
       reduce_scatter: Applied to the packed differences and to whether each worker is usable.
       all_gather: Applied to the packed updates [M, ...]; not called with float32.
+
+    Returns:
+      The ensemble, in which trainers and workers have the mean.
     """
     # An outer update with the optimizer SGD and learning rate 1: a trainer minus the mean of its
     # differences from the workers is the mean of the workers.

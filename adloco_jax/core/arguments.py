@@ -1,4 +1,8 @@
-"""Check and adapt the arguments of functions in `core`: losses, learning rates, optimizers."""
+"""Check and adapt the arguments of functions in `core`: losses, learning rates, optimizers.
+
+Axes of arrays: R workers, B examples of a micro-batch, T micro-batches, S updates of a worker, each
+of A micro-batches; X any first axis. A key is a random key of JAX.
+"""
 
 import functools
 import inspect
@@ -18,9 +22,10 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
     """Make a loss function of the floating-point parameters that returns (loss, aux).
 
     The result is called `loss(values, batch)`, with `values` from `core.types.trainable`, and
-    perhaps with `key=` or `tap_B=`. It takes all other leaves from `params`. Without `has_aux`, aux
-    is None; with it, its arrays are cast to at least float32. While tracing, a loss that is not one
-    number raises ValueError.
+    perhaps with `key=` or with `tap_B=`, by which `core.gradstats` measures norms. It takes all
+    other leaves from `params`. Without `has_aux`, aux is None; with it, its arrays are cast to at
+    least float32. The result raises ValueError, while it is traced, if `loss_fn` does not return
+    one number, or with `has_aux` a pair of one number and an auxiliary output.
     """
 
     def widen(leaf):
@@ -195,6 +200,7 @@ def checked_update(
                 " a pair of them; the outer update cannot move these, so use another transformation"
             )
 
+    # The state that `tx` would make for each of the stacked models, as shapes only.
     expected = jax.eval_shape(jax.vmap(tx.init), trainable(params_X))
     if jax.tree.structure(expected) != jax.tree.structure(state):
         raise ValueError(

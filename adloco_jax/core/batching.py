@@ -1,5 +1,9 @@
 """Choose each trainer's batch size and round length: batch-size tests, limits, accumulation.
 
+The noise of a gradient is the sum of its entries' variances over examples. The signal is |G|^2, the
+squared norm of the true gradient G. A test requests the batch with which the noise of the mean
+gradient is small enough beside the signal.
+
 The tests read only ratios of the sums in `GradientStats`. They accept NumPy arrays (float64 on the
 host, without a device) and JAX arrays (under `jit` and `vmap`).
 """
@@ -45,6 +49,9 @@ def norm_test(
     Returns:
       Requested sequences per worker, before rounding and limits; NaN if noise and signal are zero.
 
+    Raises:
+      ValueError: If `eta` is not positive, or `mode` is unknown.
+
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10, which has no `num_workers`.
     """
     _require_positive("eta", eta)
@@ -75,8 +82,8 @@ def inner_product_test(
       Requested sequences per worker, before rounding and limits.
 
     Raises:
-      ValueError: If `stats` has no inner products. While tracing they are not refused, but give
-        NaN, or 0 in mode `paper`.
+      ValueError: If `vartheta` is not positive, `mode` is unknown, or `stats` has no inner
+        products. While tracing the last is not refused, but gives NaN, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 works
       only with the scaling errors of the reference code (docs/algorithm.md, section 2).
@@ -112,6 +119,10 @@ def augmented_inner_product_test(
 
     Returns:
       Requested sequences per worker, before rounding and limits: the larger of both requests.
+
+    Raises:
+      ValueError: If `vartheta` or `nu` is not positive, `mode` is unknown, or `stats` has no inner
+        products. While tracing the last is not refused.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -239,6 +250,8 @@ def switch_mode(
     `accumulate` accumulates every batch above `max_batch_size`, `clip` none. The plan's product is
     at least the request, unless it is clipped. Sizes are in sequences per worker.
 
+    Raises ValueError if a size or `multiplier` is not a positive whole number.
+
     Source: AdLoCo section 4.4.
     """
     requested_batch_size = _positive_whole("requested_batch_size", requested_batch_size)
@@ -273,7 +286,7 @@ def _signal(
     """Estimate |G|^2, the squared norm of the true gradient, in units of `stats.scale`.
 
     `unbiased`: unbiased, but at least 1e-3 of the noise. `paper`: the squared norm of the mean
-    gradient on the trainer's own batch, which includes noise.
+    gradient on the trainer's own batch, which includes noise. Raises ValueError for another mode.
     """
     noise = stats.noise_sum / stats.noise_weight
     signal = stats.signal_sum / stats.signal_weight

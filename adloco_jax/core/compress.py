@@ -1,7 +1,9 @@
 """Quantise outer gradients for communication: to bfloat16, or to four bits with block scales.
 
 Numbers are quantised only to be sent; sums and averages are float32. With "int4" a block of at most
-128 entries has one float32 scale. Blocks depend on shapes, not on devices (see `_Blocks`).
+128 entries has one float32 scale, and each entry is sent as a code: the whole number from -7 to 7
+nearest to the entry divided by the scale. Blocks depend on shapes, not on devices (see `_Blocks`).
+X is any first axis, such as trainers or workers.
 """
 
 import math
@@ -101,6 +103,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
     """Return the bytes that one model's parameters take when sent, with scales and padding."""
+    # `pack` takes stacked arrays, so the model is a stack of one; only shapes are computed.
     tree_1 = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
     sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), tree_1)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent))
@@ -138,6 +141,7 @@ def _pack_leaf(leaf_X: Array) -> Packed:
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     bits = lax.bitcast_convert_type(scales, jnp.uint32) & _SCALE_BITS
     scales = lax.bitcast_convert_type(bits, jnp.float32)
+    # Divide by 1 where the scale is zero or NaN: the scale alone makes the result zero or NaN.
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     # A byte holds one code from each half of the block. Packing neighbours would not vectorise.

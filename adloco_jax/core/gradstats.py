@@ -75,6 +75,10 @@ def gradient_stats(
     Returns:
       The statistics; each field has shape [].
 
+    Raises:
+      ValueError: If leaves of `batch` differ in B, or B is below 2; if the loss is not one number;
+        or, with `taps`, if the loss takes `tap_B` without using it.
+
     Source: docs/algorithm.md, section 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162),
       appendix A.
     """
@@ -110,6 +114,8 @@ def gradient_stats_of_means(
     `in_units_of(1.0)`, then average sums and weights separately. N = 1 shows no noise: its weights
     are zero, and a test of it alone gives NaN.
 
+    Raises ValueError if `norms_N` is not one axis of at least one norm, or `batch_size` is below 1.
+
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, extended from 2 to N gradients.
     """
     norms_N = jnp.asarray(norms_N, jnp.float32)
@@ -142,6 +148,7 @@ def _of_means(
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
     mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
+    # The noise of one example: that of a mean of `batch_size` examples is so many times smaller.
     noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
     noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # else only a rounding error
     zero = jnp.zeros((), jnp.float32)
@@ -150,6 +157,7 @@ def _of_means(
         num_examples=count * batch_size,
         noise_sum=noise_sum,
         noise_weight=count - 1,
+        # |mean|^2 - noise / (count * batch_size), times the weight.
         signal_sum=count * ((count - 1) * mean_norm - noise_sum / (count * batch_size)),
         signal_weight=count * (count - 1),
         ip_sum=zero,
@@ -172,11 +180,14 @@ def _with_products(
     with_mean_B, with_first_B, with_second_B = products_3B
     t = examples.count
     index_B = jnp.arange(examples.size)
+    # The products with the means of the first two thirds are compared on the last third only, whose
+    # gradients are independent of both means.
     is_last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)  # in the last third
     num_last = jnp.sum(is_last_B).astype(jnp.float32)
 
     def centred(values_B):
         """Subtract the mean over the last third; return zero outside it."""
+        # At least 1, as the last third of very few examples is empty.
         mean = jnp.sum(jnp.where(is_last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
         return jnp.where(is_last_B, values_B - mean, 0.0)
 
@@ -193,7 +204,7 @@ def _with_products(
 
 
 def pool(stats: GradientStats) -> GradientStats:
-    """Combine the statistics of several workers at the same point: fields [n] -> [].
+    """Combine the statistics of n workers at the same point: fields [n] -> [].
 
     The result is in units of the largest scale. Inner products stay those with each worker's own
     mean gradient. Arrays may be NumPy's or JAX's.
@@ -260,7 +271,8 @@ class _Examples(NamedTuple):
         def one_pass(k, carry):
             """Run pass `k`, counted over all parts; return the new carry."""
             i = jnp.sum(k >= end_pass_I)  # the number of parts that ended before pass k
-            pass_in_part = k - (end_pass_I[i] - num_passes_I[i])
+            first_pass_of_part = end_pass_I[i] - num_passes_I[i]
+            pass_in_part = k - first_pass_of_part
             first = starts_I[i] + pass_in_part * self.group
             index_C = first + jnp.arange(self.group)
             # The last pass of a part is filled with the part's last example, because padding may
@@ -401,7 +413,7 @@ def _examples(
         num_passes = sum(math.ceil(part_size / group) for part_size in part_sizes)
         return (group + 1) * num_passes
 
-    largest = min(chunk_size or size, part_sizes[-1])
+    largest = min(chunk_size or size, part_sizes[-1])  # the last part is the largest
     return _Examples(
         batch_B=jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], batch),
         group=min(range(largest, 0, -1), key=cost),  # of equally cheap ones the largest
@@ -431,9 +443,12 @@ def _gradients_by_vmap(
 def _gradients_by_taps(
     loss_fn: LossFn, params: PyTree, batch_C: PyTree, valid_C: Array
 ) -> tuple[PyTree, Array]:
-    """Return what `_gradients_by_vmap` does, from one backward pass of the mean loss.
+    """Compute the sum of the valid gradients, and all norms, float32 [C], in one backward pass.
 
-    The cotangent of `tap_B` is the squared norm of each example's share of the mean gradient.
+    Leaves of `batch_C` are [C, 1, ...]. `valid_C`, bool [C], is false for padding. The loss of all
+    valid examples is differentiated by the parameters and by `tap_B`, whose cotangent is the
+    squared norm of each example's share of the mean gradient.
+
     Raises ValueError if the loss takes `tap_B` without using it.
     """
     batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)  # without the axis of length 1
@@ -495,7 +510,11 @@ def _products_by_vmap(
 def _products_by_jvp(
     loss_fn: LossFn, params: PyTree, batch_C: PyTree, directions_E: PyTree
 ) -> Array:
-    """Return what `_products_by_vmap` does, as slopes of the examples' losses (forward mode)."""
+    """Multiply each example's gradient with each direction; return the inner products [E, C].
+
+    A product is the slope of the example's loss along the direction, computed in forward mode, so
+    that no gradient is held. Leaves of `batch_C` are [C, 1, ...], those of `directions_E` [E, ...].
+    """
 
     def losses_C(params):
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch_C)

@@ -1,4 +1,8 @@
-"""The inner steps of a round: each worker's own updates (AdLoCo algorithm 1, lines 7 to 13)."""
+"""The inner steps of a round: each worker's own updates (AdLoCo algorithm 1, lines 7 to 13).
+
+Axes of arrays: T micro-batches, R workers, B examples of a micro-batch. An update ends with one
+micro-batch or, if gradients are accumulated, with the last of several.
+"""
 
 import functools
 from collections.abc import Callable
@@ -78,6 +82,11 @@ def inner_steps(
     Returns:
       The workers; the mean loss of every micro-batch, float32 [T, R]; whether the worker skipped
       the update that the micro-batch completes, bool [T, R]; with `has_aux`, leaves [T, R, ...].
+
+    Raises:
+      ValueError: If shapes do not fit, the loss is not one number, a key is missing or not typed,
+        `update_T` is given but workers have no sum of gradients, or `inner_tx` is refused or is not
+        the transformation that made the workers' states.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """

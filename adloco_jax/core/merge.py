@@ -1,7 +1,8 @@
 """Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3).
 
-Trainers that merge are members of the merge; the first, the representative, remains. Array names
-end with n where the first axis counts members. Other letters are those of `core.types`.
+Trainers that merge are members of the merge; the first, the representative, remains. A trainer's
+request is the batch that its last test asked for. The pool is all workers together. Array names end
+with n where the first axis counts members; M counts trainers, R workers.
 """
 
 import math
@@ -131,6 +132,10 @@ def merge(
     Returns:
       The remaining trainers in their order, with as many workers in all as before.
 
+    Raises:
+      ValueError: If `members` are fewer than two, repeat or do not exist, or weights are not one
+        for each.
+
     Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
       in the paper (docs/algorithm.md, section 4).
     """
@@ -192,6 +197,7 @@ def merge(
     is_member_R = np.isin(old_trainer_R, chosen)
     stays_R = ~is_member_R | (old_trainer_R == heir)
     return after.replace(
+        # All workers of members take the merged parameters; the others keep their own.
         params_R=moved_params(after, source, ~is_member_R),
         inner_state_R=moved_states(ensemble, source, stays_R, jnp.full(len(source), heir)),
     )
@@ -217,7 +223,7 @@ def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
 
     A trainer keeps its first workers, with their inner states. Its other workers join trainers that
     have too few (`move_workers`). Workers that no trainer needs are dropped; if there are too few,
-    new ones are added.
+    new ones are added. Raises ValueError unless each trainer has a size, which is at least one.
 
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
@@ -256,7 +262,7 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     """Add workers to the trainer at a position, after its own, until it has `num_workers`.
 
     They start at the trainer's parameters, with the mean inner state of its workers (`reassign`).
-    ValueError if the trainer does not exist or has more workers already.
+    Raises ValueError if the trainer does not exist or has more workers already.
 
     Source: docs/algorithm.md, section 4; not in the paper.
     """
@@ -299,6 +305,8 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     Every trainer gets the whole part of its share, but at least one worker; the rest go one by one
     to the largest remainder. If the minimum of one exceeds the pool, workers are taken back one by
     one from the trainer furthest above its share. Ties favour the lower position.
+
+    Raises ValueError if there is no trainer, or there are fewer workers than trainers.
 
     Source: AdLoCo section 4.3. The reference code rounds the shares and may leave a trainer without
       a worker (studies/published.md, defect 16).

@@ -1,4 +1,8 @@
-"""Run functions on arrays that are sharded over a mesh with explicit axes."""
+"""Run functions on arrays that are sharded over a mesh with explicit axes.
+
+On an explicit axis of a mesh the sharding of an array is part of its type, so operations must say
+how their results are sharded. On an automatic axis XLA's partitioner chooses.
+"""
 
 import functools
 import math

@@ -2,6 +2,11 @@
 
 `outer_step` is a whole round; `start_round`, `inner_steps` and `outer_update` are its parts. For
 workers in other processes, `pack_differences` and `apply_differences` replace `outer_update`.
+
+A worker's difference is its trainer's parameters minus its own; it is usable if it is finite. The
+pseudo-gradient of a trainer is the mean of its workers' differences. Packed arrays are in the form
+that is sent (`core.compress`). Axes of arrays: M trainers, R workers, W those of one trainer, S
+updates of a worker, each of A micro-batches of B examples, T micro-batches.
 """
 
 import functools
@@ -182,6 +187,11 @@ def outer_step(
     Returns:
       The ensemble after the round, and its metrics.
 
+    Raises:
+      ValueError: If shapes do not fit, `precision` is unknown, the loss is not one number, a key is
+        missing or not typed, a transformation is refused or is not the one that made the states, or
+        the call is in `jax.shard_map`.
+
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
     refuse_in_shard_map("outer_step")
@@ -251,7 +261,8 @@ def _workers_shardings(
     """Return the shardings of the result of `start_round`, whose arguments follow `result`.
 
     `ensemble` has shardings in place of arrays, `whole` is the replicated sharding. Workers'
-    parameters are sharded over the mesh axes of the first axis of their inner states.
+    parameters are sharded over the mesh axes of the first axis of their inner states. Fields that
+    the result lacks get a sharding too, so `accumulate` and `reset_tx` do not matter.
     """
     state_shardings = jax.tree.leaves(ensemble.inner_state_R)
     workers_axes = state_shardings[0].spec[:1] if state_shardings else ()
@@ -348,6 +359,10 @@ def outer_update(
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient.
 
+    Raises:
+      ValueError: If `weights_R` has another shape, `precision` is unknown, `outer_tx` is refused or
+        is not the transformation that made the states, or the call is in `jax.shard_map`.
+
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
       sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, where every worker runs the
       outer optimizer. Here it runs once for each shard, and its updates are sent back.
@@ -418,6 +433,12 @@ def pack_differences(
       single_R: Whether a worker is its trainer's only one [R]. None: by the sizes. A process that
         holds only some of the workers must pass it.
 
+    Returns:
+      The differences in the form that is sent, and which of them are finite.
+
+    Raises:
+      ValueError: If `precision` is unknown.
+
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
     """
     check_precision(precision)
@@ -470,12 +491,19 @@ def apply_differences(
       precision: Format in which the differences were packed and in which updates are sent.
       skip_single: Whether a trainer with one worker takes the worker's parameters without
         `outer_tx`, whose state then does not change.
-      reduce_scatter: Applied to the packed differences and to `usable_R` before the aggregation.
+      reduce_scatter: Applied to the packed differences and to `usable_R`, leaves [R, ...], before
+        the aggregation. If workers are spread over devices, pass a constraint that shards the
+        parameters and gathers the workers.
       all_gather: Applied to the packed updates [M, ...]; not called with float32.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
       NaN if a trainer has no finite pseudo-gradient and so does not change.
+
+    Raises:
+      ValueError: If `weights_R` or `factor_R` has another shape, `precision` is unknown, `outer_tx`
+        is refused or is not the transformation that made the states, or the call is in
+        `jax.shard_map`.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """

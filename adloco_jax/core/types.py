@@ -367,6 +367,14 @@ def init(
       own_params: Whether workers keep their own parameters between rounds, as in Streaming DiLoCo.
       average: Whether trainers have an average of their parameters (`core.outer.running_average`).
 
+    Returns:
+      The ensemble before its first round.
+
+    Raises:
+      ValueError: If `sizes` do not give each trainer a worker or do not sum to R; if `params` have
+        no floating-point leaf or a complex one; or if they hold random state, or state that the
+        model changes (such as batch statistics).
+
     Source: AdLoCo algorithm 1, lines 1-3.
     """
     if sizes is None:
@@ -410,8 +418,9 @@ def init(
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """Take trainers with their workers out of the stack, to run a round of them separately.
 
-    `trainers` are distinct positions, in the order of the result; ValueError if one repeats or is
-    out of range. `round` is that of the whole stack; see `put` if a round runs in several groups.
+    `trainers` are distinct positions, in the order of the result. Raises ValueError if there is
+    none, one repeats or one is out of range. `round` is that of the whole stack; see `put` if a
+    round runs in several groups.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -440,6 +449,9 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
     If instead each group is taken from the result of `put`, for instance because `start` was
     donated, end with `ensemble.replace(round=first + 1)`, `first` being the count at the start.
+
+    Raises ValueError if positions repeat or are out of range, or `sub` has other numbers of workers
+    than the trainers there.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -624,8 +636,9 @@ def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) ->
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Return positions as int64; ValueError unless distinct, below `size`, and at least one.
+    """Return positions as an array int64 [X].
 
+    Raises ValueError if there is none, or if one repeats, is negative, or is not below `size`.
     `name` is the argument's, for the message.
     """
     chosen = np.asarray(indices, dtype=np.int64).reshape(-1)

@@ -3,6 +3,9 @@
 All run the same program and must decide alike; a clock, a signal or a full disk is known to one
 only, and is exchanged through JAX's coordinator, as devices may be busy. Only process 0 prints and
 writes.
+
+The coordinator is a table of texts in process 0 that all processes read and write. An exchange is
+one value from each process, read by all (`gather`).
 """
 
 import contextlib
@@ -116,7 +119,7 @@ def leave_accelerator() -> None:
     A learner is a process that trains for an elastic run. Raises ConfigError if this process uses
     the accelerator already.
     """
-    if not jax._src.xla_bridge.backends_are_initialized():
+    if not jax._src.xla_bridge.backends_are_initialized():  # JAX has not been used yet
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "cpu":
         raise ConfigError(
@@ -133,6 +136,7 @@ def is_first() -> bool:
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
     """Discard what processes other than process 0 print, as long as the `with` block runs."""
+    # With "backslashreplace" no character can fail to be written.
     with open(os.devnull, "w", errors="backslashreplace") as null:
         with contextlib.redirect_stdout(sys.stdout if is_first() else null):
             yield
@@ -243,7 +247,7 @@ def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
     """Call a function again and again in a thread, as long as the `with` block runs.
 
-    `seconds` pass before each call. If the function raises an error, the process ends.
+    `seconds` pass before each call. If the function raises an error, the process says so and ends.
     """
     ended = threading.Event()
 
@@ -262,15 +266,18 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 def end_others(message: str) -> None:
     """End all other processes with exit code 5, because this process has failed.
 
-    They look for the failure in `ending_together`. They may be in a collective that cannot be
-    interrupted; JAX would abort them when process 0 ends.
+    They look for the failure every second, in `ending_together`. They may be in a collective that
+    cannot be interrupted; JAX would abort them when process 0 ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
 
 
 def ending_together() -> contextlib.AbstractContextManager[None]:
-    """End this process with exit code 5 if another calls `end_others` in the `with` block."""
+    """End this process with exit code 5 if another calls `end_others` in the `with` block.
+
+    A thread looks for that every second. It prints the other process's message to stderr.
+    """
     if jax.process_count() == 1:
         return contextlib.nullcontext()
 
@@ -278,12 +285,15 @@ def ending_together() -> contextlib.AbstractContextManager[None]:
         """End this process if another has reported a failure."""
         try:
             report = _client().key_value_try_get("failure")
-        except jax.errors.JaxRuntimeError:  # no process has failed
+        except jax.errors.JaxRuntimeError:  # there is no such entry: no process has failed
             return
         index, message = json.loads(report)
+        # The process that has failed ends by itself.
         if index != jax.process_index():
             print(message, file=sys.stderr, flush=True)
+            # Process 0 has the table in which the others look for the failure, so all wait for all.
             all_end()
+            # This is not the main thread, which may be in a collective that cannot be interrupted.
             os._exit(ResourceError.exit_code)
 
     return every(1.0, look)

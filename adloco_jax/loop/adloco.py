@@ -2,6 +2,17 @@
 
 `adloco` is the paper's method, with one line for each step. Devices are the `Engine`'s; observers
 write, print, evaluate and save after each round.
+
+Words of this module:
+
+- A stream is the sequence of training rows that one worker reads; its number is the worker's id.
+- Guard rows are held-out rows that serve decisions alone, such as whether to merge.
+- The demand of a trainer is its requested batch times its round length, which weighs it in a merge.
+- Members are the trainers that merge. The first, the representative, remains; the others are
+  absorbed.
+- A flush synchronises the updates that Streaming DiLoCo has not sent yet.
+- The pool is all workers that a run may have. Some may join after the start.
+- The ledger is the run's file of events; a change is one line of it, as a dict.
 """
 
 import copy
@@ -147,7 +158,7 @@ def adloco(
         changes = [*boundary.changes]
         advanced = state.control.round > before.round
         done = settings.share_done(state.control.round, state.control.tokens_total)
-        if done >= 1:
+        if done >= 1:  # after the last round, no worker may keep updates to itself
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
         state = with_average(state, before, settings.outer.average)  # not in the paper
@@ -206,19 +217,22 @@ def start(
 ) -> Control:
     """Return the host's data before the first round: trainers 0, 1, … with streams in that order.
 
-    `max_batch_size` is the largest micro-batch that fits on a device, in sequences. With
-    `whole_pool`, trainers also have the workers that join later.
+    Args:
+      ensemble: The numbers of trainers and workers.
+      batching: Has the batch with which each trainer starts.
+      max_batch_size: The largest micro-batch that fits on a device, in sequences.
+      whole_pool: Whether trainers also have the workers that join later, as for a plan of memory.
     """
     trainers = {}
     num_streams = 0
     for m, size in enumerate(ensemble.sizes(whole_pool=whole_pool)):
         streams = [*range(num_streams, num_streams + size)]
-        trainers[m] = Trainer(batching.initial_batch_size, streams)
+        trainers[m] = Trainer(requested_batch_size=batching.initial_batch_size, streams=streams)
         num_streams += size
     return Control(
         trainers=trainers,
         max_batch_size=max_batch_size,
-        eval_batch_size=max_batch_size,
+        eval_batch_size=max_batch_size,  # this stays, while the line above may change in a run
     )
 
 
@@ -265,9 +279,10 @@ def merge_trainers(
 ) -> tuple[State, list[dict]]:
     """Merge `members` into the first of them, and reassign the workers (the paper's DoMerge).
 
-    A merge is refused if the merged loss exceeds the members' mean guard loss (`losses` has that of
-    each trainer) by more than `rule.max_barrier`. `rule.on_refusal` then decides: "keep" changes
-    nothing; "retire" leaves only the representative, as it was, and reassigns the workers.
+    Parameters become the mean of the members', weighted by their demands. A merge is refused if the
+    merged loss exceeds the members' mean guard loss (`losses` has that of each trainer) by more
+    than `rule.max_barrier`. `rule.on_refusal` then decides: "keep" changes nothing; "retire" leaves
+    only the representative, as it was, and reassigns the workers.
 
     Returns the state, and the ledger lines: flushes, then the merge or its refusal.
     """
@@ -397,6 +412,7 @@ def joining_workers(
     have requested, as far as workers of the pool are free. Earlier trainers are served first.
     """
     trainers = control.trainers
+    # None: all workers are there from the start. At 1, no round follows in which to work.
     if ensemble.initial_workers is None or done >= 1:
         return []
     sizes = control.sizes
@@ -405,11 +421,12 @@ def joining_workers(
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif done >= ensemble.spawn_frac:
         wanted = even_sizes(len(trainers), ensemble.num_workers)  # as the plan has them
-    else:
+    else:  # the time has not come: nobody joins
         wanted = sizes
     joining = []
     for trainer, size, want in zip(trainers, sizes, wanted, strict=True):
-        count = min(max(want - size, 0), free)  # workers that join this trainer
+        # The workers that join this trainer. It may want fewer than it has; none leaves.
+        count = min(max(want - size, 0), free)
         free -= count
         if count > 0:
             joining.append((trainer, size + count))

@@ -1,4 +1,14 @@
-"""The numbers that the host keeps about a run, and the costs of communication."""
+"""The numbers that the host keeps about a run, and the costs of communication.
+
+Words of this module:
+
+- A stream is the sequence of training rows that one worker reads; its number is the worker's id,
+  and its cursor is the number of rows read so far.
+- A synchronisation (`syncs`) is one communication between the workers of a trainer, or one merge.
+- A fragment is the part of the parameters that Streaming DiLoCo synchronises at once. A flush
+  synchronises all that it has not sent yet.
+- The ledger is the run's file of events, one line each.
+"""
 
 import copy
 import dataclasses
@@ -96,6 +106,7 @@ class Control:
 
     def rounds_of(self, trainer: int) -> int:
         """Return a trainer's completed rounds; `round` counts those of the slowest trainer."""
+        # The larger of both, as a prediction of the next round advances only `round`.
         return max(self.round, self.trainers[trainer].rounds)
 
     def positions(self, trainers: Iterable[int]) -> tuple[int, ...]:
@@ -193,6 +204,7 @@ def count_round(
             work = dict.fromkeys(trainer.streams, as_planned)
         else:
             work = {stream: counted[stream] for stream in trainer.streams if stream in counted}
+        # Some workers may have made fewer updates. If no worker took part, there are none.
         num_updates = max((each.num_updates for each in work.values()), default=0)
         trainer.rounds += 1
         trainer.updates += num_updates
@@ -252,7 +264,8 @@ def merge_cost(
 ) -> dict[str, int]:
     """Return the `syncs` and bytes of a merge with its moves: one blocking synchronisation.
 
-    Each absorbed trainer sends its parameters and, unless `refused`, its outer momentum. Each
+    `num_absorbed` trainers merge into another; `num_joining` workers get another trainer, or are
+    new. Each absorbed trainer sends its parameters and, unless `refused`, its outer momentum. Each
     joining worker receives parameters and an inner state (docs/algorithm.md, section 6).
     """
     absorbed_bytes = state_bytes.params

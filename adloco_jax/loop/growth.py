@@ -1,4 +1,9 @@
-"""Decide how each trainer's workers, rounds and batch grow, by a batch-size test or a schedule."""
+"""Decide how each trainer's workers, rounds and batch grow, by a batch-size test or a schedule.
+
+A batch-size test requests a batch from measured gradient noise and signal (|G|^2, the squared norm
+of the true gradient). A schedule, such as `ramp`, measures nothing. Growth is blind if the measured
+signal is not positive. Free workers are those of the pool that no trainer has yet.
+"""
 
 import copy
 import functools
@@ -95,7 +100,7 @@ def with_growth(
         now = control.size(m)
         size = grown(
             now,
-            growth * trainer.demand,
+            growth * trainer.demand,  # what the trainer has now, times the growth
             batching,
             inner,
             limit=math.floor(growth * now.total),
@@ -108,7 +113,7 @@ def with_growth(
 
 def free_workers(control: Control, ensemble: EnsembleSettings) -> int:
     """Return the number of workers that may still join; those of quarantined trainers may not."""
-    if ensemble.initial_workers is None:
+    if ensemble.initial_workers is None:  # all workers are there from the start
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
     return ensemble.num_workers - retired - control.num_workers
@@ -139,7 +144,7 @@ def grown(
     if not math.isfinite(request):
         return now
     size = now
-    request = min(request, limit / now.num_workers)
+    request = min(request, limit / now.num_workers)  # the limit is of all workers together
     for quantity in batching.growth:
         # The request per worker, if the workers that have just been added share it.
         share = request * (now.num_workers / size.num_workers)

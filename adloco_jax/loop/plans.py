@@ -1,4 +1,8 @@
-"""Plan a round: the number of updates, the batch and the learning rate of each trainer."""
+"""Plan a round: the number of updates, the batch and the learning rate of each trainer.
+
+An update of a worker is made from one micro-batch, or from the mean gradient of several
+(accumulation). All trainers are named by their ids. T counts the micro-batches of a round.
+"""
 
 import math
 from collections.abc import Iterable
@@ -53,7 +57,7 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
     trainer = control.trainers[trainer_id]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
     rule = ROUND_LENGTHS[inner.round_length]
-    wanted = rule(
+    wanted = rule(  # in updates
         steps_per_round=inner.steps_per_round,
         max_steps_per_round=inner.max_steps_per_round,
         warmup_updates=inner.warmup_updates,
@@ -72,6 +76,7 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
             sequences += size * accum * len(each.streams)
         tokens = inner.steps_per_round * sequences * settings.data.sequence_length
         left = np.ceil((settings.last_token - control.tokens_total) / tokens)
+    # Both numbers are at least 1, even if fewer tokens are left.
     # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
     factor = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     length = max(int(min(trainer.round_length * factor, left)), 1)
@@ -110,6 +115,7 @@ def learning_rate(
     both limits, the one that ends first.
     """
     inner = settings.inner
+    # The 1 in both `max` is for settings without warm-up, or whose updates are all warm-up.
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
     # The fraction of the schedule that is done. A limit that is not set is infinite.
     horizon = max(settings.last_round * inner.steps_per_round - inner.warmup_updates, 1)
@@ -163,6 +169,7 @@ def test_count(plan: RoundPlan, num_workers: int, batching: BatchingSettings) ->
     if total is None:
         fraction = math.ceil(AUTO_TEST_FRAC * plan.num_sequences * num_workers)
         total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
+    # Each worker measures its part, but at least the fewest with which the test works.
     share = min(max(total // num_workers, least), plan.num_sequences)
     if share < least:  # the round is too short for the test
         return 0
