@@ -4,8 +4,10 @@ A *chat* is a list of *turns*, dicts with a "role" and a "content" or calls of t
 template*, a program of the tokenizer, writes them as one text (`Tokenizer.render`). An *answer* is
 a turn of the role "assistant"; its *span* is the part of the text that the template writes for it.
 The model learns to write the spans: their tokens *count*. With `data.loss=all` every token counts.
-An *end of text* is a special token's text, such as `<|im_end|>`. A *field* is a key of a turn.
-Messages name a place (`where`): file and row, and then column and turn.
+An *end of text* is a special token's text, such as `<|im_end|>`; `ends` are those that may stand
+behind an answer. A *call* names a tool, a function, with its arguments. A *field* is a key of a
+turn. `render(turns, prompts=False)` writes the turns alone; with `prompts=True` the start of an
+answer follows them. Messages name a place (`where`): file and row, and then column and turn.
 """
 
 import json
@@ -59,7 +61,8 @@ class Answers(NamedTuple):
       offsets: The index of each token's first character and the one behind its last, [N, 2].
       only_last: Whether the last answer alone counts, because the template writes earlier ones
         otherwise once other turns follow.
-      is_rejected: Whether nothing counts because the row's `label` is false, as KTO's.
+      is_rejected: Whether nothing counts because the row's column `label` says false: then its
+        answer is an example of a bad one, as in KTO's data.
       unread: Names of columns, and of fields of turns, that neither this module nor the template
         reads.
     """
@@ -112,7 +115,8 @@ def read(
     """
     names = data.text_column.split("+")
     columns = _columns(row, names, where)
-    # The texts that may stand behind an answer; the first is what ends a document.
+    # The texts that may stand behind an answer; the first is what ends a document. One is empty if
+    # the tokenizer has no text for an id, and is then passed over.
     end_ids = (tokenizer.eot_id, *tokenizer.ends, *tokenizer.turn_end)
     ends = [tokenizer.decode([end_id]) for end_id in end_ids]
     end = ends[0]
@@ -417,7 +421,7 @@ def _checked_calls(given: Any, where: str) -> list[dict[str, Any]]:
     A call has its "name" and "arguments", or an object "function" with both. Templates write the
     arguments as JSON themselves. Raises DataError, which names the place `where`, for others.
     """
-    calls = []
+    calls = []  # the result: `call` with the changed `target` in its place
     for call in _list_of_objects(_parsed(given), where):
         function = call.get("function")
         is_nested = isinstance(function, dict)  # the name and arguments stand within "function"
@@ -499,8 +503,9 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
 def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     """Return the spans that the template marks, without those of answers that do not count.
 
-    Raises DataError if some answers do not count, and the template does not mark exactly one span
-    for each answer.
+    An answer does not count if its turn has `weight` 0, or is in the column of the prompt. Raises
+    DataError if some answers do not count, and the template does not mark exactly one span for each
+    answer.
     """
     assert tokenizer.mark is not None  # the template marks answers
     marks = tokenizer.mark(chat.turns, chat.tools)
@@ -562,7 +567,8 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
             turn = turn | {"content": bare + _MARK + content[len(bare) :]}
         marked.append(turn)
 
-    # The pieces end behind each content; the last is what follows the last content.
+    # The pieces end behind each content; the last is what follows the last content. Together they
+    # are the text of the chat, if the marks change nothing else.
     pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
     if not text.startswith("".join(pieces)) or len(pieces) != has_mark.count(True) + 1:
         return None
@@ -597,6 +603,8 @@ def _span_by_question(
         start_of_answer = before.removeprefix(render(question, prompts=False, tools=chat.tools))
     except Exception:  # deliberately broad, because templates are programs
         return None
+    # Give up if the template writes what precedes an answer otherwise once the answer is there, or
+    # the question otherwise when it proposes the start of an answer.
     if not through.startswith(before) or start_of_answer == before:
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
@@ -611,7 +619,10 @@ def _span_by_question(
 
 
 def _without_space(written: str, tokenizer: Tokenizer) -> str:
-    """Return an answer without white space at its end, if a special token stands before that."""
+    """Return an answer without white space at its end, if a special token stands before that.
+
+    The model stops at the special token, so that it need not learn what follows.
+    """
     text = written.rstrip()
     return text if text.endswith(tokenizer.special) else written
 

@@ -5,7 +5,8 @@ Of a row's L+1 tokens, the first is only an input and the last only a target. L 
 the hub. A *part* is one of its files. Held-out text is *separate* if the config names files or a
 split for it. A *labelled* text has a class, and a row of its own. A *request* is a dict of plain
 JSON with all settings that determine the rows; rows that were made before are found by it in the
-user's cache. A *manifest* describes rows that were made. `where` is a "key=value" for messages.
+user's cache. A *manifest* describes rows that were made. *Guard rows* are held-out rows by which
+merges of trainers are judged. `where` is a "key=value" for messages.
 """
 
 import contextlib
@@ -280,8 +281,8 @@ def load_corpus(
 
     def job_of(commit: str) -> Job:
         """Return the job that makes rows of a commit; if it is empty, the hub is asked for one."""
-        # Of a held-out split only as many rows are made as a run evaluates on: guard rows, by which
-        # merges are judged, and those of the reported losses.
+        # Of a held-out split only as many rows are made as a run evaluates on: guard rows, and
+        # those of the reported losses.
         return make_job(
             data,
             tokenizer,

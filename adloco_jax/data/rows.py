@@ -8,7 +8,9 @@ it. Labelled texts become one row `[label, number of tokens, tokens...]` each. L
 A *side* is training text or held-out text. A *part* is a file of text, or of a data set on the hub.
 Held-out text is *separate* if the config names files or a split for it; else some documents of the
 text are held out. A token *counts* if the model is trained to predict it; of a chat only some do. A
-*bad* row of a file has no proper text, and up to `data.skip_bad` of them are let pass.
+*bad* row of a file has no proper text, and up to `data.skip_bad` of them are let pass. A chat is
+*rejected* if its row has a column `label` that says false: its answer is an example of a bad one,
+from which no method here learns. A *copy* has the same tokens as a held-out document.
 
 The text is read part by part into a `_TokenisedText`, `_split` chooses the sides' documents, and
 `_write_folder` writes rows. Axes of arrays: N all documents, D the documents of one side.
@@ -107,7 +109,7 @@ class Job:
         Prefix and suffix are the tokens that the tokenizer puts around each text. `about` describes
         the texts, in the type `_DOCUMENT`.
         """
-        # Without the end-of-text token, which only packed text needs. A bad row has not even that.
+        # Without the end-of-text token, which only packed text needs. A bad row has length 0.
         text = np.maximum(about["length"] - 1, 0)
         return text + len(self.encoder.prefix) + len(self.encoder.suffix)
 
@@ -151,7 +153,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
                 text = _TokenisedText(file)
                 _tokenise(job, text, partial / "copy", note)
                 manifest = _write_folder(job, text, partial)
-        Path(lock.lock_file).unlink(missing_ok=True)
+        Path(lock.lock_file).unlink(missing_ok=True)  # a finished folder needs no lock any more
     return manifest
 
 
@@ -190,7 +192,7 @@ _DOCUMENT = np.dtype(
         ("label", "<i8"),  # the class; 0 without classes
         ("side", "<i8"),  # `_HELDOUT` if the document is from separate held-out text, else `_TRAIN`
         ("only_last", "?"),  # of a chat: only its last answer counts (`chats.Answers`)
-        ("rejected", "?"),  # of a chat: its label is false (`chats.Answers.is_rejected`)
+        ("rejected", "?"),  # of a chat: its answer is a bad one (`chats.Answers.is_rejected`)
         ("cut", "?"),  # of a chat: it was longer than a row
         ("bad", "?"),  # a row without text, which `data.skip_bad` has let pass
     ]
@@ -379,7 +381,8 @@ def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
     if side == _HELDOUT:
         return True  # all of it is held out
 
-    # So many tokens may be too few, because some are held out, and copies of these are left out.
+    # So many tokens may be too few, because some documents are held out, and copies of these are
+    # left out.
     about = text.about
     masks = _split(job, about)
     train = about["length"][masks.train].sum()
@@ -579,6 +582,8 @@ def _require_rows(
 ) -> None:
     """Raise DataError, which says what was left out and cut, unless both sides have enough rows.
 
+    One row is enough to train on, and `MIN_HELDOUT_ROWS` to hold out.
+
     Args:
       job: What was prepared.
       about: Descriptions of all documents (`_DOCUMENT`).
@@ -586,7 +591,7 @@ def _require_rows(
       arrays: The arrays of the folder, by the names of their files.
       copies: Number of documents with the same tokens as a held-out one.
       dropped: Number of chats without an answer in a row's length.
-      rejected: Number of chats with a false label.
+      rejected: Number of chats whose row says by the column `label` that the answer is a bad one.
     """
     left_out = f"({copies} copies of held-out ones"
     if dropped + rejected:
@@ -763,8 +768,9 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
     suffix = job.encoder.suffix
     lengths = np.minimum(job.labelled_lengths(about), max_tokens)
 
-    # Rows have room for the longest text: a power of two, or three quarters of one. So texts of
-    # about the same length have rows of the same shape, and their programs are compiled once.
+    # Rows have room for the longest text: a power of two, or three quarters of one, but at most
+    # `max_tokens`. So texts of about the same length have rows of the same shape, and the programs
+    # that read them are compiled once.
     longest_text = int(lengths.max())
     room = 1 << (longest_text - 1).bit_length()  # the least power of two that is large enough
     if longest_text <= room * 3 // 4:

@@ -2,7 +2,8 @@
 
 A *trainer* is a model in training, which has several workers. Each worker reads a *stream* of rows,
 an endless sequence of numbers of rows. `stream_rows` computes any part of it from a few numbers
-(`RowOrder`), by pseudo-random permutations (`permute`), whose *keys* are hashes, uint64. Integers
+(`RowOrder`), by pseudo-random permutations (`permute`), whose *keys* are hashes, uint64. *Guard
+rows* are held-out rows by which merges of trainers are judged. E counts held-out rows. Integers
 and single operations of float64 give the same result on every platform and NumPy version.
 """
 

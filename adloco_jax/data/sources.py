@@ -218,6 +218,7 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
     columns = list(columns)
     missing = wanted.keys() - columns
     if missing and {"chosen", "rejected"} <= {*columns}:
+        # Preferences have two answers to a prompt: the better, and the worse.
         need = "rename 'chosen' to 'messages', or beside 'prompt' to 'completion'"
         raise DataError(
             f"{where}: preferences (chosen, rejected), from which no method here learns; {need}, to"
@@ -332,9 +333,9 @@ def table_documents(file: Path, data: DataSettings) -> Iterator[Record | DataErr
 def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
     """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
-    Cells are text, except that a whole number in the column of classes becomes an int. A DataError
-    is yielded for a row with too many cells. Raises DataError if the file is damaged, or lacks a
-    column that the config names.
+    The file may be `.gz`. Cells are text, except that a whole number in the column of classes
+    becomes an int. A DataError is yielded for a row with too many cells. Raises DataError if the
+    file is damaged, or lacks a column that the config names.
     """
     csv.field_size_limit(MAX_LINE_BYTES)  # the library's own limit is too small for documents
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","

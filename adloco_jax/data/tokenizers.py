@@ -175,12 +175,16 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
+    A classifier reads a text between special tokens. Where the tokenizer puts none, they are its
+    classification token in front (`[CLS]`, from which BERT predicts the class; else the
+    end-of-text token), and its end-of-text token behind.
+
     Args:
       name: "bytes" (an id is a UTF-8 byte, and 256 ends a text), a `tokenizer.json`, a
         SentencePiece `.model`, a folder in Hugging Face layout, the address of one
         (`data.files`), or a repository on the hub. An existing path takes precedence.
-      text_length: Upper limit of tokens of a text to be classified; the tokenizer then has a
-        prefix and a suffix, if need be its classification token and end-of-text token. Else None.
+      text_length: Upper limit of tokens of a text to be classified, special tokens included; the
+        result then has these as prefix and suffix. None: texts are not classified.
       template: File with a chat template that replaces the tokenizer's. Empty: its own.
       key: The key of the config that gave the name, for messages.
 
@@ -188,9 +192,12 @@ def load_tokenizer(
       The tokenizer; a `tokenizer.json` without special tokens gets `<|endoftext|>`.
 
     Raises:
-      ConfigError: If the hub has no such tokenizer, or it has no end-of-text token, or is slow
-        (written in Python only); if a server refuses access.
-      DataError: If a path does not exist or its content is damaged.
+      ConfigError: If a folder, an address or the hub's repository has no tokenizer; the hub has no
+        such repository; an address cannot be used, or a server refuses access; the tokenizer has no
+        end-of-text token, or is slow (written in Python only).
+      DataError: If the template's file cannot be read; a path does not exist or cannot be looked
+        at; there is no file at the address, or a copy has not the size or hash that the server
+        states; a file of the tokenizer is damaged or larger than 256 MiB.
       ResourceError: If the hub or the address's server does not answer.
     """
     template_text = ""
@@ -234,10 +241,11 @@ def tokenizer_of(
         loaded any more.
 
     Raises:
-      ConfigError: If the hub has no such tokenizer, or it has no end-of-text token, or is slow
-        (written in Python only); if the two tokenizers are not alike, the tokenizer has more ids
-        than the model, or a server refuses access.
-      DataError: If a path does not exist or its content is damaged.
+      ConfigError: If the two tokenizers are not alike, or the tokenizer has more ids than the
+        model; if there is no tokenizer at the path, the address or on the hub; if it has no
+        end-of-text token, or is slow (written in Python only); if a server refuses access.
+      DataError: If a path does not exist, a file of the tokenizer is damaged, or the file of
+        `data.template` cannot be read.
       ResourceError: If the hub or the address's server does not answer.
     """
     name = data.tokenizer  # None: not set
@@ -345,7 +353,7 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         )
 
     def save(folder: Path, max_length: int | None) -> None:
-        """Write the files from which `transformers` makes this tokenizer, see `Tokenizer.save`."""
+        """Write the files from which `transformers` makes a tokenizer with the same ids."""
         tokenizer = for_transformers()
         if text_length is not None:
             _prepare_for_classes(tokenizer, _END_OF_TEXT, text_length)
@@ -388,7 +396,10 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
     def render(
         turns: list[dict[str, Any]], prompts: bool, tools: list | None = None, date: str = ""
     ) -> str:
-        """Return the text that the template writes for a chat, see `Tokenizer.render`."""
+        """Return the text that the template writes for a chat.
+
+        With `prompts`, the start of an answer follows the last turn.
+        """
         return tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -398,7 +409,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        """Return the characters of each answer in this text, see `Tokenizer.mark`."""
+        """Return for each answer in this text the first character, and the one behind."""
         encoded = tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -453,8 +464,8 @@ def stop_ids(folder: Path, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the ids at which `transformers` stops to generate with the model in a folder.
 
     They are the `eos_token_id` of generation_config.json if there is one, or else of config.json;
-    empty if there is neither. With `vocab_size` only ids below it are returned, because the model
-    cannot write others. Raises DataError if the file is damaged.
+    empty if there is neither file, or no id in it. With `vocab_size` only ids below it are
+    returned, because the model cannot write others. Raises DataError if the file is damaged.
     """
     path = folder / GENERATION
     if not path.is_file():
@@ -529,7 +540,8 @@ def _hugging_face_tokenizer(
     backend.no_truncation()
     backend.no_padding()
     prefix, suffix = _prefix_and_suffix(backend)
-    # PyTorch does not train the embedding that the model's config names as padding.
+    # PyTorch does not train the embedding that the model's config names as padding. So the end of
+    # text, which the model must learn, is not named there.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     ends: tuple[int, ...] = ()

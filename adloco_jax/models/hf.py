@@ -479,8 +479,9 @@ def _with_adapter_of(folder: Path, network: Any, content: Mapping[str, Any]) -> 
         modules = _adapter_modules(adapted)
         possible.append(", ".join(_target_modules(adapted)))
 
-        # The adapter of these layers is the described one if it is in the same modules. As in PEFT, a target stands for all modules whose names end with it. Each target must
-        # stand for some module with an adapter, and each of these modules have a target.
+        # These layers are the described ones if they have the same modules. As in PEFT, a target
+        # stands for all modules whose names end with it. Each target must stand for some module
+        # with an adapter, and each of these modules have a target.
         modules_of_targets = []
         for target in targets:
             of_target = {module for module in modules if f".{module}".endswith(f".{target}")}
