@@ -14,7 +14,8 @@ Parameters, requests and responses are written once:
 
 A driver's generation is its number among the run's drivers; its start is a random id. A place for a
 learner is a number and an incarnation, which counts the learners that had the number before. A
-`RequestId` names a place, and a request to the learner there.
+`RequestId` names a place, and a request to the learner there. To join is to take a free place. A
+look is a read of a learner's heartbeat.
 """
 
 import concurrent.futures
@@ -105,7 +106,8 @@ def check_possible(settings: Settings, folder: Path) -> None:
     bucket = store.open_bucket(settings.engine.address, find_key(folder / "learners" / "key"))
     check_continues(bucket, settings, folder / "learners" / "id")
 
-    # Try whether objects may be written, and whether the second leaves the first one there.
+    # Try whether objects may be written, and whether the second leaves the first one there. The
+    # object is an empty message.
     has_written = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
     if all(has_written):
@@ -123,7 +125,8 @@ def connected(
 
     At the end of the `with` block learners are told that the driver has ended. They leave if
     `is_over()` returns True, and otherwise wait for the run to be continued. Raises ConfigError if
-    the bucket cannot be used, holds another run, or has a driver that is alive.
+    the bucket cannot be used, holds another run, or has a driver that is alive; ResourceError if it
+    cannot be reached.
 
     Args:
       address: The bucket's, with a prefix.
@@ -131,7 +134,7 @@ def connected(
       setup: That from which each learner is made.
       is_over: Returns whether the run is over.
     """
-    folder = Path(setup.log).parent
+    folder = Path(setup.log).parent  # `learners` in the run's folder
     key = find_key(folder / "key")
     shown = key
     if given_key():  # the user has set it, and may not want to see it printed
@@ -181,8 +184,9 @@ def driving(
 
     Raises:
       ConfigError: If the store holds another run, or has a driver that is alive.
+      ResourceError: If the store cannot be reached; at the end of the block likewise.
     """
-    folder = Path(setup.log).parent
+    folder = Path(setup.log).parent  # `learners` in the run's folder
     heartbeat_s = setup.settings.engine.heartbeat_s
     there.limit_rate(setup.settings.engine.link)
     run = _own_description(there, setup, folder / "id")
@@ -267,7 +271,7 @@ def _read_description(bucket: Store, path: Path) -> RunDescription | None:
 def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
     """Check that a run which continues has the settings that its learners have from `run.json`.
 
-    A setting may differ if a change of it is harmless (`settings.change`). Raises ConfigError if
+    A setting may differ if a change of it is harmless (`kind_of_change`). Raises ConfigError if
     another differs, or if `run.json` is of another run than the file at `path` names.
     """
     run = _read_description(bucket, path)
@@ -309,6 +313,7 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
     if not newest.heartbeat.has_ended:
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
     first = DriverHeartbeat(start=bucket.signatures.start, count=0, adloco_jax=__version__)
+    # Twice `heartbeat_s`: if an older heartbeat was shown first, the wait begins again.
     while time.monotonic() <= start_s + 2 * heartbeat_s:
         is_free = newest.heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
         generation = newest.generation + 1
@@ -327,8 +332,9 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
 def _newest_driver(bucket: Store, generation: int) -> _Driver:
     """Return the newest driver of the run: the last in a row of numbers from `generation` on.
 
-    A driver without a heartbeat is told as one that is silent. Number 0 stands for no driver, and
-    is told as one that has ended.
+    If there is no heartbeat with the number `generation`, an empty one stands for it, which never
+    changes: that of a driver that is silent. Number 0 stands for no driver; its empty heartbeat
+    says that it has ended.
     """
 
     def read(number: int) -> DriverHeartbeat | None:
@@ -336,7 +342,7 @@ def _newest_driver(bucket: Store, generation: int) -> _Driver:
         try:
             return bucket.read_message(f"driver/{number}.json", DriverHeartbeat)
         except Refused:
-            return DriverHeartbeat(count=0)  # the number is taken, by whomever
+            return DriverHeartbeat(count=0)  # not readable, but the number is taken
 
     heartbeat = read(generation)
     if heartbeat is None:
@@ -409,7 +415,7 @@ class BucketTransport:
         self._params: dict[Hashable, list[str]] = {}
         self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
         self._num_params = itertools.count()  # parameters that were stored
-        self._count = itertools.count(1)  # own heartbeats
+        self._count = itertools.count(1)  # numbers own heartbeats; `become_next_driver` wrote 0
         # A request that takes longer than this makes the link suspect (`_is_cut_off`).
         self._late_s = setup.settings.engine.heartbeat_s / SIGNS
         self._sign_s = math.inf  # when the sign of life under way began; infinity: none is
@@ -428,7 +434,7 @@ class BucketTransport:
         found = self._store.valid_message("run.json", RunDescription)
         if found is not None and found.id == self._run.id and found.driver > self._generation:
             raise ResourceError(f"{self._store.url}: another driver has taken over")
-        if found != self._run:
+        if found != self._run:  # missing, damaged or overwritten
             self._store.put("run.json", store.to_json(self._run))
         self._write_heartbeat()
         self._sign_s = math.inf
@@ -475,7 +481,7 @@ class BucketTransport:
             self._store.delete(*old)
             self._store.put(name, data)
 
-        for each in old:
+        for each in old:  # no later request names them
             self._writes.pop(each, None)
         self._writes[name] = self._act_in_thread(write)
         return name, len(data)
@@ -493,7 +499,7 @@ class BucketTransport:
             """Wait for the other calls, and call the function."""
             for future in after:
                 if future is not None:
-                    future.result()
+                    future.result()  # raises nothing, as errors are kept
             if not self._is_closed:
                 self.act_and_keep_fault(act)
 
@@ -513,15 +519,16 @@ class BucketTransport:
         """Offer a place to machines that want to join; return its handle for calls."""
         handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
-        self._act_in_thread(self._write_heartbeat)
+        self._act_in_thread(self._write_heartbeat)  # which says that the place is free
         return handle
 
     # `**arguments` are those of the method: fields of `RequestMessage`, and `inputs`.
     def submit(self, handle: RequestId, method: str, **arguments: Any) -> tuple[RequestCall, int]:
         """Call a method of a learner; return the call, for `poll`, and the request's bytes.
 
-        The request is written in a thread. A "ping" writes nothing: the learner's next heartbeat
-        answers it.
+        `handle` is the learner's place, as `start` returned it; `method` is "run_round", "states"
+        or "ping". The request is written in a thread, after the learner's earlier requests and the
+        parameters that it names. A "ping" writes nothing: the learner's next heartbeat answers it.
         """
         exchange = self._exchanges[handle.learner]
         if method == "ping":
@@ -535,8 +542,9 @@ class BucketTransport:
         inputs: Inputs | None = arguments.pop("inputs", None)
         if inputs is not None:  # the method is "run_round"
             request = arguments["request"]
+            # One response for each worker; what the learner writes is compared with this form.
             call.form = [response_form(self._spec, request, work) for work in request.work]
-            packed = {}
+            packed = {}  # quantised, as the link may be slow
             for worker_id, state in inputs.inner_states.items():
                 packed[worker_id] = jax.device_get(pack_state(state, self._spec.outer.precision))
             inputs = inputs._replace(inner_states=packed)
@@ -549,7 +557,7 @@ class BucketTransport:
         def write() -> None:
             """Write the request, and tell the learner of it."""
             self._store.put(call.id.name("requests"), data)
-            exchange.id = call.id
+            exchange.id = call.id  # only now, as the heartbeat names requests that are there
             self._write_heartbeat()
 
         # One learner's request does not wait for another's, but for its parameters.
@@ -567,6 +575,7 @@ class BucketTransport:
         """
         until_s = time.monotonic() + timeout_s
         while True:
+            # After a signal requests are given up, and their errors mean nothing.
             if self._fault is not None and not processes.is_asked_to_stop():
                 raise self._fault
             for number in {call.id.learner for call in calls}:
@@ -617,6 +626,7 @@ class BucketTransport:
         self._returned_s = time.monotonic()
         exchange.pause_s = store.next_pause_s(exchange.pause_s)
         before = exchange.heartbeat
+        # A store may show an older heartbeat for a while; its count is not larger.
         if heartbeat is not None and (before is None or heartbeat.count > before.count):
             if before is None or heartbeat.num_responses != before.num_responses:
                 exchange.pause_s = store.FIRST_PAUSE_S
@@ -660,11 +670,13 @@ class BucketTransport:
         if heartbeat is None:
             return None
         if call.what == "ping":
-            # The next heartbeat answers it: its count is not `request`, that of the one before.
-            # After the last one no other comes.
+            # The first heartbeat after the ping answers it. `request` is the count of the newest
+            # one at the ping, so another count tells it. A learner that has left writes no other,
+            # so its last one is the answer.
             is_answer = heartbeat.sign.has_left or heartbeat.count != call.id.request
             if not is_answer:
                 return None
+            # The driver, not the learner, says whose machine it is.
             return Reply(heartbeat.sign.model_copy(update={"owner": self._owner(call.id)}))
         if call.response is not None and call.response.done():
             exchange.num_read = max(exchange.num_read, call.id.request)
@@ -726,7 +738,8 @@ class BucketTransport:
         """Say on the heartbeat that the driver has ended, and delete its rounds.
 
         `is_over` says that the run is over, so learners need not wait for the next driver. After a
-        signal this waits only a few seconds for the bucket. Otherwise an error is raised here.
+        signal this waits only a few seconds for the bucket, and raises nothing. Otherwise it raises
+        ResourceError or ConfigError if the bucket cannot be written.
         """
 
         def end() -> None:
@@ -734,8 +747,8 @@ class BucketTransport:
             self._write_heartbeat(is_over=is_over, has_ended=True)
             _delete_rounds(self._store, self._generation)
 
-        self._is_closed = True
-        self._fault = None
+        self._is_closed = True  # so other threads write no heartbeat after the last one
+        self._fault = None  # from here on only an error of `end` matters
         until_s = math.inf  # without a signal
         ending = store.in_thread(self.act_and_keep_fault, end)
         while not ending.done() and time.monotonic() < until_s:

@@ -4,7 +4,9 @@ A driver has a generation, by which the run's drivers are counted, and a start, 
 id. It offers places for learners, each a `RequestId` with a learner's number and incarnation; who
 writes the place's heartbeat first has it. A heartbeat is a small object that its owner overwrites
 again and again. Driver and learner see in the other's that it is alive, and how many requests and
-responses it has written; `bucket` has the names of the objects.
+responses it has written; `bucket` has the names of the objects. A learner's patience is how long it
+waits for a driver. The run is over once it needs no more rounds; a driver that has ended before
+may be started again.
 """
 
 import contextlib
@@ -70,7 +72,9 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
       key: This learner's secret key for a ticket; None: that of its user.
 
     Raises:
-      ConfigError: If the key of a bucket is not set.
+      ConfigError: If the key of a bucket is not set, the address is neither a bucket nor a ticket,
+        the package that it needs is missing, or the driver does not let this learner in.
+      ResourceError: If the driver that a ticket names cannot be reached.
     """
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")
@@ -84,6 +88,7 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
     remote = Remote(address, key)
     try:
         remote.open()
+        # Unsigned: each side knows the other by the key of its connection.
         yield Store(remote, Unneeded(), patience_s=patience_s)
     finally:
         remote.close()
@@ -200,9 +205,10 @@ class BucketLearner:
     def serve(self) -> bool:
         """Take part in the run until it is over, or until the learner has left.
 
-        A learner leaves after a signal, once the driver has read its responses. Returns True then,
-        and False if the bucket has become another run's instead. Raises ResourceError if there has
-        been no driver for longer than the bucket's patience.
+        A learner leaves after a signal, once the driver has read its responses. Returns True in
+        both cases, and False if the bucket has become another run's instead. Raises ResourceError
+        if there has been no driver for longer than the bucket's patience; ConfigError if the driver
+        has another version of this package; and what a request has raised, unless it is Refused.
         """
         pause_s = store.FIRST_PAUSE_S
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
@@ -238,7 +244,8 @@ class BucketLearner:
         """Look at the driver's heartbeat, and take a place in its run or do its next request.
 
         Returns what was found; it does not wait for the driver. An error of a request is raised
-        after the driver was told, unless it is Refused.
+        after the driver was told, unless it is Refused. Raises ConfigError if the driver has
+        another version of this package.
         """
         if not self._look_for_driver():
             return Step.NOTHING
@@ -405,6 +412,8 @@ class BucketLearner:
 
         An error is written instead of a result, and then raised. If it is Refused, it is printed
         instead of raised, and the learner goes on.
+
+        `request_id` is this learner's place with the number of the request.
         """
         start_s = time.monotonic()
         waited_s = start_s - self._idle_s
@@ -425,7 +434,7 @@ class BucketLearner:
         self._store.put(request_id.name("responses"), store.pack(message, result.arrays))
         sent_s = time.monotonic() - start_s - worked_s
         self._idle_s = time.monotonic()
-        self.learner.uploading_s = sent_s
+        self.learner.uploading_s = sent_s  # told with the next response
 
         if result.request is not None:
             self._say_round(
@@ -436,7 +445,7 @@ class BucketLearner:
                 sent_s=sent_s,
             )
         self.num_responses = request_id.request
-        self.give_sign()
+        self.give_sign()  # at once: the driver reads a response when a heartbeat counts it
         if isinstance(fault, Refused):
             print(f"refused: {fault}", file=sys.stderr, flush=True)
         elif fault is not None:
@@ -461,7 +470,9 @@ class BucketLearner:
           sent_s: Seconds in which the response was written.
         """
         tokens = self._spec.sequence_length * request.num_sequences
+        # At most `worked_s`: the clocks of the two differ a little, and no share may be negative.
         computed_s = min(worked_s, sum(response.seconds for response in responses))
+        # Without the losses of skipped updates, which are NaN.
         loss = np.nanmean(np.concatenate([response.loss_SR for response in responses]))
         tokens_per_s = tokens / max(computed_s, _SHORTEST_S)
         prepared_s = worked_s - computed_s
@@ -489,6 +500,7 @@ class BucketLearner:
             return inputs_form(spec, message.request, message.states)
 
         start_s = time.monotonic()
+        # A request brings at most the inner states of all workers, besides small arrays.
         most_bytes = max_object_bytes([state_form(spec)] * self._num_workers)
         message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form_of)
         request = message.request
@@ -506,7 +518,7 @@ class BucketLearner:
         params = None  # the learner has them
         if message.params is not None:
             params = self._read_params(message.params, sent_form(spec, request))
-        self.learner.downloading_s = time.monotonic() - start_s
+        self.learner.downloading_s = time.monotonic() - start_s  # told with this response
         responses = self.learner.run_round(request, inputs, params)
         return _Result(request, responses)
 

@@ -19,8 +19,8 @@ from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
 from adloco_jax.settings import Settings
 
-_COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]
-_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]
+_COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]  # the learner
+_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]  # prints what fits the accelerator here
 _SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
 _PAUSE_S = 5.0  # before another is started
 _LAST_S = 10.0  # for a child to see that the run is over
@@ -54,7 +54,7 @@ def own_learner(
     if given.by_fit or not given.settings.engine.starts_learner:
         yield
         return
-    configs = [str(path) for path in executed]
+    configs = [str(path) for path in executed]  # the user's config files, which the child runs too
     start = json.dumps({"address": address, "key": key.hex(), "secret": secret, "configs": configs})
     child = _start(start)
     ended = threading.Event()  # set at the end of the block
@@ -67,10 +67,11 @@ def own_learner(
             for line in child.stdout or ():
                 say(f"{_MARK}{line.rstrip()}")
             code = child.wait()
-            if ended.is_set() or code == 0:
+            if ended.is_set() or code == 0:  # 0: the run is over for it, or it was asked to leave
                 return
             say(f"the learner on this computer has ended, exit code {code}")
             if time.monotonic() - start_s < _SOON_S and not processes.is_asked_to_stop():
+                # An error raised in this thread would not end the driver.
                 end_process(ResourceError("engine.trains_here: it ended soon after its start"))
             if ended.wait(_PAUSE_S):
                 return
@@ -87,18 +88,20 @@ def own_learner(
         while child.poll() is None and time.monotonic() < until_s:
             time.sleep(_CHECK_S)
         if child.stdin is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the pipe is broken, as it has ended already
                 child.stdin.close()  # ends it
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_LAST_S)
-        child.kill()
+        child.kill()  # if it has not ended by itself; else this does nothing
         keeper.join(_KEEPER_S)
 
 
 def _start(first_line: str) -> "subprocess.Popen[str]":
     """Start the child's process, and write the first line of its standard input, which stays open.
 
-    The line is JSON: what `own_learner` was called with, and the config files.
+    `first_line` is JSON: the run's address, the child's key, the run's secret, and the paths of the
+    config files. The input stays open because its end ends the child. Standard output and errors
+    are one pipe of text, from which the caller reads lines.
     """
     process = subprocess.Popen(
         _COMMAND,
@@ -106,11 +109,12 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        errors="replace",
-        bufsize=1,
+        errors="replace",  # a byte that is no UTF-8 must not end the thread that prints
+        bufsize=1,  # line by line
         start_new_session=True,  # ^C in the terminal is for the driver
     )
     assert process.stdin is not None
+    # The pipe is broken if the child has ended already; whoever waits for it sees its exit code.
     with contextlib.suppress(OSError):
         process.stdin.write(first_line + "\n")
         process.stdin.flush()
@@ -122,9 +126,9 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         """Read the input to its end, and end this process."""
-        while sys.stdin.buffer.read(1):
+        while sys.stdin.buffer.read(1):  # what comes after the first line means nothing
             pass
-        os._exit(0)
+        os._exit(0)  # `sys.exit` would end only this thread
 
     processes.start_thread(watch, name="the driver's end")
 

@@ -62,9 +62,9 @@ class RayLearner(Learner):
 
 def _end_with(parent: int) -> None:
     """End this process once the process with the id `parent` has ended."""
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # an orphan gets another parent
         time.sleep(_CHECK_PARENT_S)
-    os._exit(1)
+    os._exit(1)  # `sys.exit` would end only this thread
 
 
 def check_possible(settings: Settings, folder: Path) -> None:
@@ -106,7 +106,7 @@ def connected(
             _connect(address)
         else:
             _start(num_learners, folder)
-        import ray
+        import ray  # only now: it reads the environment, which `_start` has changed, when imported
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, at_sigterm)  # Ray has replaced it
@@ -134,11 +134,14 @@ def _connect(address: str) -> None:
 
 
 def _start(num_learners: int, folder: str) -> None:
-    """Start a cluster whose files are in a folder; learners import from the driver's folders.
+    """Start a cluster on this machine, with one CPU for each learner and its files in a folder.
 
-    Ray's processes inherit the environment. So it is changed for the start, and `RAY_TMPDIR` and
-    `PYTHONPATH` are set back afterwards. Raises ConfigError if Ray was imported with another
-    environment, ResourceError if no cluster can be started.
+    Ray reads its settings from the environment, and its processes inherit that. So `_ENVIRONMENT`
+    and a token are set for good, as Ray reads them once. `RAY_TMPDIR`, the `folder`, and
+    `PYTHONPATH`, with which learners import what the driver can, are set back after the start.
+
+    Raises ConfigError if Ray was imported with another environment, ResourceError if no cluster can
+    be started.
     """
     if "ray" in sys.modules and not _ENVIRONMENT.items() <= os.environ.items():
         needed = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
@@ -146,7 +149,7 @@ def _start(num_learners: int, folder: str) -> None:
             f"engine.kind = ray: Ray was imported without {needed}; import it later, or set these"
         )
     os.environ.update(_ENVIRONMENT)
-    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else the user's file has the token
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(_TOKEN_BYTES))
     import ray
 
@@ -171,7 +174,7 @@ def _start(num_learners: int, folder: str) -> None:
     finally:
         for name in for_start:
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(before)  # those that were set before the start
 
 
 def _reply(call: Any) -> Reply:

@@ -54,6 +54,7 @@ _CHECKSUM_BYTES = 2  # at the end of a ticket
 _SIZE_BYTES = 4  # of a message's length, before it
 _SHOWN_CHARACTERS = 40  # of a text that is no ticket
 _CLOSING_S = 3.0  # for an endpoint to close
+_ERROR_CHARACTERS = 200  # that are shown of an error of iroh
 _CHANGED = 2.0  # factor by which a rate differs from that which was told before it is told again
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ def read_ticket(text: str) -> Ticket:
         content = base64.b32decode(letters + padding)
         body = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
-            raise ValueError
+            raise ValueError  # is told below
         fields = io.BytesIO(body[1:])
         key = fields.read(_KEY_BYTES)
         secret = fields.read(SECRET_BYTES)
@@ -201,7 +202,7 @@ async def bind(key: bytes, *, relay: str, port: int = 0, port_v6: int = 0) -> An
     builder.bind_addr(f"0.0.0.0:{port}")
     if port_v6:
         builder.bind_addr(f"[::]:{port_v6}")
-    builder.alpns([PROTOCOL])
+    builder.alpns([PROTOCOL])  # only who names the same protocol is connected
     builder.secret_key(key)
     return await builder.bind()
 
@@ -223,7 +224,11 @@ def describe_path(connection: Any) -> tuple[str, str]:
 
 
 class Question(Format):
-    """What a learner asks; after it come `size` bytes to write."""
+    """What a learner asks; after it come `size` bytes to write.
+
+    "hello" begins a connection. "look" asks only for an answer, to see whether the connection
+    works. The others are methods of `objects.Objects`, for the object `name`.
+    """
 
     do: Literal["hello", "look", "get", "put", "create", "delete"]
     name: Annotated[str, Field(max_length=200)] = ""
@@ -255,7 +260,8 @@ async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ())
     """Write a message and the bytes that follow it to a stream's sending end, and end it.
 
     The bytes come in pieces of any length, of which the next is asked for when the last is sent.
-    Raises TimeoutError if nothing could be sent for `SILENT_S` seconds.
+    Raises TimeoutError if a part of `_SENT_BYTES` takes longer than `SILENT_S` seconds, and
+    IrohError if the connection is closed.
     """
     header = message.model_dump_json().encode()
     size = len(header).to_bytes(_SIZE_BYTES, "big")
@@ -270,7 +276,8 @@ async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ())
 async def read_message(recv: Any, kind: type[M]) -> M:
     """Read a message of this kind from a stream's receiving end; raise Refused if it is none.
 
-    A message is its length in 4 bytes, and JSON.
+    A message is its length in 4 bytes, and JSON. Raises IrohError if the connection is closed, or
+    the stream ends before.
     """
     size = int.from_bytes(await recv.read_exact(_SIZE_BYTES), "big")
     if not 0 < size <= _HEADER_BYTES:
@@ -285,7 +292,8 @@ async def read_message(recv: Any, kind: type[M]) -> M:
 async def read_body(recv: Any, size: int) -> bytes:
     """Read `size` bytes from a stream's receiving end.
 
-    Raises TimeoutError if a part of them, `_SENT_BYTES`, takes longer than `SILENT_S` seconds.
+    Raises TimeoutError if a part of them, `_SENT_BYTES`, takes longer than `SILENT_S` seconds, and
+    IrohError if the connection is closed, or the stream ends before.
     """
     body = bytearray()
     while len(body) < size:
@@ -301,7 +309,7 @@ def own_key() -> tuple[bytes, filelock.FileLock]:
     """Return this learner's key, by which drivers know it, and a lock that holds it.
 
     The key lies in the user's configuration folder. Learners that run at the same time have one
-    each.
+    each. Raises ResourceError if that folder cannot be written.
     """
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     folder = Path(home) / "adloco_jax"
@@ -359,7 +367,12 @@ class Remote:
         self._rates: dict[str, float] = {}  # in bits a second, as told, by direction
 
     def open(self) -> None:
-        """Connect; raise ResourceError within 30 s, in one line that says what helps."""
+        """Connect to the driver, unless this is connected already.
+
+        Raises ResourceError if it is not reached in `CONNECT_S` seconds (20), or then does not
+        answer in `LATE_S` (10); the message says what helps. Raises ConfigError if it does not let
+        this learner in.
+        """
         try:
             wait_for(self._connected())
         except OSError as error:
@@ -375,21 +388,22 @@ class Remote:
     def close(self) -> None:
         """Close the endpoint, and let another learner have the key."""
         if self._endpoint is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # nobody needs the endpoint any more
                 wait_for(asyncio.wait_for(self._endpoint.close(), _CLOSING_S))
         if self._lock is not None:
             self._lock.release()
 
     async def _connected(self) -> Any:
-        """Return the open connection, or wait for a new one; raise ConnectionError if it fails.
+        """Return the open connection, or wait for a new one.
 
-        Requests that wait at the same time share one attempt.
+        Requests that wait at the same time share one attempt. Raises ConnectionError if the driver
+        cannot be reached, ConfigError if it does not let this learner in.
         """
         if self._connection is not None and self._connection.close_reason() is None:
             return self._connection
         if self._attempt is None or self._attempt.done():
             self._attempt = asyncio.ensure_future(self._connect())
-        return await asyncio.shield(self._attempt)
+        return await asyncio.shield(self._attempt)  # a cancelled request must not end the attempt
 
     async def _connect(self) -> Any:
         """Connect to the driver, say the run's secret, and return the connection.
@@ -401,6 +415,7 @@ class Remote:
 
         with connection_errors():
             if self._endpoint is None:
+                # Only the driver's relay, if it has one, leads to it.
                 self._endpoint = await bind(self._key, relay=self.ticket.relay or "off")
             driver = iroh.EndpointId.from_bytes(self.ticket.key)
             relay = self.ticket.relay or None
@@ -410,7 +425,7 @@ class Remote:
             hello = Question(do="hello", secret=self.ticket.secret.hex())
             answer, _ = await asyncio.wait_for(_ask_on(connection, hello), LATE_S)
         if answer.status == "refused":
-            connection.close(1, b"refused")
+            connection.close(1, b"refused")  # 1: a code that nobody reads
             raise ConfigError(
                 f"{self.address}: the driver does not let this computer in: {answer.why}"
             )
@@ -435,14 +450,16 @@ class Remote:
             path, rtt = describe_path(connection)
             if path == "no path":
                 continue
-            if told not in (path, "no path"):
+            if told not in (path, "no path"):  # it has changed, and is not the first one
                 say(f"the driver is reached at {path} now, {rtt}")
             told = path
 
     async def _ask(self, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
         """Ask the driver; return its answer, and the receiving end with the bytes that follow.
 
-        `body` has the bytes to write. Each reason for which the driver refuses is told once.
+        `body` has the bytes to write. Each reason for which the driver refuses is printed once.
+        Raises ConnectionError if there is no connection or no answer, ConfigError if the driver
+        does not let this learner in; so do the methods that call this.
         """
         connection = await self._connected()
         with connection_errors():
@@ -463,9 +480,10 @@ class Remote:
         return answer.size, self._pieces(recv, answer.size)
 
     def _pieces(self, recv: Any, size: int) -> Iterator[bytes]:
-        """Yield an object of `size` bytes in pieces, and tell the rate at the end.
+        """Yield an object of `size` bytes in pieces, and print the rate at the end.
 
-        If not all are wanted, the driver is told to send no more.
+        `recv` is the stream's receiving end, before the first byte. If the caller does not take all
+        pieces, the driver is told to send no more. Raises ConnectionError if one does not come.
         """
         left = size  # bytes that have not come yet
         start_s = time.monotonic()
@@ -518,12 +536,14 @@ class Remote:
 async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
     """Ask in a new stream of a connection; return the answer, and the stream's receiving end.
 
-    `body` has the bytes to write; those that were read are still to be received.
+    `body` has the bytes to write. The object's bytes, if there are any, are still to be received.
+    Raises IrohError or TimeoutError if the connection fails, Refused if the answer is no message.
     """
     import iroh
 
     stream = await connection.open_bi()
-    with contextlib.suppress(iroh.IrohError):  # it may answer before it has read all
+    # The driver may answer before it has read all, and stop the rest; the answer says why.
+    with contextlib.suppress(iroh.IrohError):
         await send_message(stream.send(), question, [body])
     return await read_message(stream.recv(), Answer), stream.recv()
 
@@ -536,7 +556,7 @@ def connection_errors() -> Iterator[None]:
     try:
         yield
     except iroh.IrohError as error:
-        raise ConnectionError(reason(RuntimeError(error.message()), 200)) from error
+        raise ConnectionError(reason(RuntimeError(error.message()), _ERROR_CHARACTERS)) from error
     except TimeoutError as error:
         raise ConnectionError("no answer") from error
     except Refused as error:

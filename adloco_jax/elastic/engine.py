@@ -8,6 +8,11 @@ A worker's difference is its trainer's parameters minus its own, packed to be se
 is that of its inner optimizer. A worker's id is also the number of its data stream. `m` is a
 trainer's id; `M` is the axis of trainers, `R` that of workers, `S` that of updates, and `T` that of
 micro-batches.
+
+A response counts if it is part of the outer update. A plan has the sizes of a round. The control is
+the host's part of a run's state: trainers, their workers, and counts. The ledger is the run's file
+of events. A learner is late if it has not answered when the grace of the quorum is over: the time
+that a round still waits once enough learners (`engine.quorum`) have answered.
 """
 
 import functools
@@ -161,6 +166,7 @@ class ElasticEngine:
         self._failures: dict[int, _Failure] = {}  # by trainer's id
         self._accepted_norms: dict[str, list[float]] = {}  # `Control.norms` after the next rounds
         measure = functools.partial(_difference_norms, spec.params)
+        # Called with a precision, which is compiled in, and a packed difference.
         self._norms_of = jax.jit(measure, static_argnums=0)
         self._apply = functools.partial(
             _apply,
@@ -177,6 +183,7 @@ class ElasticEngine:
 
         All end together if trainers must stay together (`_keeps_together`). `decide(control, stats,
         plans)` returns the control with the next sizes, and a decision for each trainer in `plans`.
+        Returns the state after the rounds, and a `Boundary`: their results and decisions.
 
         Raises ConfigError if at the start a learner has other data or versions; ResourceError if
         too few start, a round keeps failing, or the cluster is gone; Stopped soon after a signal.
@@ -263,6 +270,7 @@ class ElasticEngine:
         if not self.pool.learners:
             self.pool.start_all(control.num_workers)
         if not self.rounds:
+            # After a resume, a merge or a spawn the ensemble has inner states to send.
             self._states.keep_states_of(state)
         num_needed = 1  # rounds that must end before this returns
         if self._keeps_together():
@@ -290,17 +298,19 @@ class ElasticEngine:
         return ended
 
     def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
-        """Decide which responses of rounds count, and by which factor (`RoundRecord.judge`).
+        """Decide which responses count, and scale down differences much larger than usual.
 
-        A worker's difference that is much larger than usual is scaled down. What is usual is known
-        from the norms per update that were accepted before. `self._accepted_norms` gets them for
-        the next rounds: those in `control.norms` of present trainers, and those of `ended`, the
-        rounds that have ended by trainer id. Only the last ones of a trainer are kept.
+        `ended` has the rounds by trainer id. `RoundRecord.judge` stores in each which responses
+        count, and the factors of the differences that are scaled down. What is usual it takes from
+        the norms, per update, that were accepted in the trainer's rounds before.
+
+        `self._accepted_norms` is set for the next rounds: by trainer, the norms of the rounds
+        before, and those that were accepted now. Only the last `KEPT_NORMS` of each are kept.
         """
         control = state.control
         self._accepted_norms = {}
         for key, past in control.norms.items():  # keys are ids as text, as in JSON
-            if int(key) in control.trainers:
+            if int(key) in control.trainers:  # else it was merged into another
                 self._accepted_norms[key] = past
         for m, each in ended.items():
             past = self._accepted_norms.get(str(m), [])
@@ -383,7 +393,8 @@ class ElasticEngine:
             update = jax.device_get(packed_updates[0])
         sender = None
         if record.request.takes_worker_params(self.spec) and not record.factors:
-            # The trainer has taken the parameters of its only worker, whose learner has them.
+            # The trainer has taken the parameters of its only worker, whose learner has them. With
+            # a factor, as the difference was scaled down, they are other ones.
             sender = record.senders[worker_ids[0]]
         self._params.record_change(trainer, update, sender)
 
@@ -456,7 +467,11 @@ class ElasticEngine:
     # -- Rounds --------------------------------------------------------------------------------
 
     def _keeps_together(self) -> bool:
-        """Whether all trainers must have ended a round before any of them starts the next."""
+        """Whether all trainers must have ended a round before any of them starts the next.
+
+        They must if the run adds workers, or ends at a number of tokens: both depend on what all
+        trainers have done.
+        """
         settings = self.settings
         return settings.ensemble.initial_workers is not None or math.isfinite(settings.last_token)
 
@@ -536,16 +551,18 @@ class ElasticEngine:
     ) -> RoundRecord | None:
         """Send a trainer's round to the learners of its workers; return its record.
 
+        Workers whose learner is not free have no part in the round.
+
         Args:
           state: Ensemble and control before the round.
           trainer: Id of the trainer.
           plan: Sizes of the round.
           rate_T: Learning rate of each micro-batch.
-          hosts: By worker id, its learner, if that is free.
+          hosts: The learners that are free, by the ids of their workers.
 
         Returns:
-          None if no worker's learner is free: the round does not begin. Workers whose learner is
-          not free have no part in the round.
+          The record, which waits for the learners that were asked. None if no worker's learner is
+          free: the round does not begin.
         """
         control = state.control
         settings = self.settings
@@ -555,6 +572,7 @@ class ElasticEngine:
         if not free:
             return None
 
+        # What all learners are asked; each is sent a copy with its workers in the field `work`.
         request = Request(
             trainer=trainer,
             round=control.rounds_of(trainer) + 1,
@@ -565,7 +583,7 @@ class ElasticEngine:
         )
         record = RoundRecord(plan, rate_T, request, time.monotonic())
 
-        # Slower learners make fewer updates, and measure statistics on no more than they read.
+        # Slower learners make fewer updates: only some of the equal parts of a round.
         parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
         measured_s = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
         updates = decisions.updates_by_speed(plan.num_updates, parts, measured_s)
@@ -577,7 +595,7 @@ class ElasticEngine:
             """Return the trainer's parameters, in NumPy and without axis M."""
             return jax.device_get(trainer_params(state.ensemble, position))
 
-        # Each learner gets one request, with the workers that it runs.
+        # Each learner gets one request, with the workers that it runs, in the order of numbers.
         learners = {learner.number: learner for learner in free.values()}
         for _, learner in sorted(learners.items()):
             work = []
@@ -589,6 +607,7 @@ class ElasticEngine:
                             worker_id=worker_id,
                             start=starts[worker_id],
                             num_updates=num_updates,
+                            # A slow worker may read fewer than are to be measured.
                             num_tested=min(num_tested, request.sequences(num_updates)),
                         )
                     )
@@ -606,9 +625,11 @@ class ElasticEngine:
     ) -> None:
         """Send a learner its part of a round, with the parameters and states that it lacks.
 
-        `whole_params` returns the trainer's parameters, in NumPy and without axis M.
+        `request` has the learner's workers, and no parameters yet; `rate_T` is the learning rate of
+        each micro-batch. `whole_params` returns the trainer's parameters, in NumPy and without axis
+        M; it is called only if they are sent.
         """
-        states = {}
+        states = {}  # by worker id
         for work in request.work:
             state = self._states.state_to_send(work.worker_id, learner)
             if state is not None:

@@ -62,7 +62,8 @@ def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
     tokens = rows.tokens if isinstance(rows, DocumentRows) else rows
     if isinstance(tokens, np.memmap) and tokens.filename is not None:
         folder = Path(tokens.filename).parent
-        arrays = prepared.array_names(is_packed=True, is_chat=True)  # those that there are
+        # All names that prepared rows can have; those of this folder are served.
+        arrays = prepared.array_names(is_packed=True, is_chat=True)
         for name in [prepared.MANIFEST, *arrays]:
             if (folder / name).exists():
                 found[ROWS, name] = folder / name
@@ -151,7 +152,8 @@ class CachedFile:
     def __init__(self, there: Store, about: ServedFile, folder: Path):
         """Read the hashes of a file's pieces, and check the pieces that are in the cache already.
 
-        Raises Refused if the hashes are missing, or are not those that the run's description names.
+        Raises Refused if the hashes are missing, or are not those that the run's description names;
+        ResourceError if the driver cannot be reached.
 
         Args:
           there: The store in which the driver serves the file.
@@ -172,6 +174,7 @@ class CachedFile:
         self._kept = folder / f".{about.name}.pieces"  # a byte for each piece: 1 if it is there
         folder.mkdir(parents=True, exist_ok=True)
         if not self._kept.exists() or self.path.stat().st_size != about.size:
+            # New, or cut off: a file of this size, of which no piece is there.
             self.path.touch()
             os.truncate(self.path, about.size)
             self._kept.write_bytes(bytes(_num_pieces(about)))
@@ -187,9 +190,10 @@ class CachedFile:
         return hashlib.sha256(piece).digest() == self._hashes[number]
 
     def read(self, numbers: Iterable[int] | None = None) -> None:
-        """Read pieces that are not in the cache yet; raise Refused if one is missing or damaged.
+        """Read from the driver the pieces that are not in the cache yet.
 
-        `numbers` are those that are needed; None: all of the file.
+        `numbers` are those that are needed; None: all of the file. Raises Refused if one is missing
+        or damaged; ResourceError if the cache cannot be written, or the driver cannot be reached.
         """
         wanted = numbers
         if wanted is None:
@@ -299,33 +303,42 @@ class ServedRows:
         *,
         num_classes: int | None,
     ):
-        """Read all files of rows except the tokens to train on, of which only the first piece.
+        """Read all files of rows, but of the tokens to train on only the first piece.
+
+        `batch` reads the other pieces when it needs them.
 
         Args:
           there: The store in which the driver serves the files.
           files: The files that the run's description names.
           settings: The run's settings.
           num_classes: Number of classes of a classifier; None for a language model.
+
+        Raises:
+          Refused: If a file is missing or damaged.
+          ResourceError: If the cache cannot be written, or the driver cannot be reached.
+          DataError: If they are no prepared rows, or too few for the first batches.
         """
-        trim_cache()
+        trim_cache()  # makes room for the files
         cached = _cached(there, files, ROWS)
         self._file = cached[prepared.TRAIN.tokens]
-        self._file.read([0])  # has the header of the array
+        self._file.read([0])  # the first piece has the array's header, which `open_rows` reads
         for file in cached.values():
             if file is not self._file:
                 file.read()
         folder = cached[prepared.MANIFEST].path.parent
         manifest = prepared.read_prepared(folder)
         opened = prepared.open_rows(folder, manifest)
+        # The tokens are a map of the file into memory, so a piece that comes later is in them too.
         self._tokens = opened.train.tokens
         self._num_rows = len(self._tokens)
-        self.rows = rows_as_read(opened.train, settings.data)
+        self.rows = rows_as_read(opened.train, settings.data)  # as the settings want them
         self.heldout_rows = rows_as_read(opened.heldout, settings.data)
         self.fingerprint = fingerprint_of(manifest, len(self.rows))
         self.tokens_per_byte = None  # a classifier has none
         if num_classes is None:
             self.tokens_per_byte = manifest.tokens_per_byte
         self.shards = [record.model_dump(exclude_none=True) for record in manifest.files]
+        # In which order each worker reads the rows; the run's seed decides it.
         self._order = order_of(settings, len(self.rows), where="the driver's rows")
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:

@@ -2,7 +2,9 @@
 
 A learner has a number, which stays with its workers, and a process, which may be lost and
 started again. `LearnerRecord` is what the driver knows of the process. The driver pings a learner,
-which asks for a sign of life. Times are seconds of `time.monotonic`.
+which asks for a sign of life. Times are seconds of `time.monotonic`. A transport reaches learners:
+it starts processes ("launches"), or offers their numbers to machines that join by themselves. The
+quorum (`engine.quorum`) is the number of learners with which a run can go on.
 """
 
 import contextlib
@@ -80,15 +82,19 @@ class LearnerPool:
         self._write = write
         self.transport: Transport  # once the learners are started
         self.learners: dict[int, LearnerRecord] = {}  # by number
-        self.control: Control  # the host's data after the newest round, for the ledger's lines
-        self._handles: dict[int, Handle] = {}  # of processes, by number; none between two processes
+        # The host's data after the newest round, for the ledger's lines; the engine sets it.
+        self.control: Control
+        # The transport's handles of processes, by the learner's number. A number has none while its
+        # next process is planned.
+        self._handles: dict[int, Handle] = {}
         self._calls: dict[Call, PendingCall] = {}  # those that have not been answered yet
-        self._connection = contextlib.ExitStack()  # closes the transport
+        self._connection = contextlib.ExitStack()  # has entered the transport, to close it
         self._looked_s = time.monotonic()  # when the driver last looked for responses
-        self._ended_up_s = 0.0  # total seconds that processes were up which have ended since
-        # Seconds of lost learners since they last said what they did, until the engine resets it.
+        self._ended_up_s = 0.0  # how long processes that have ended were up, all together
+        # Two counts, which the engine sets back when it writes them to the ledger. Seconds between
+        # a learner's last report of what it did and its loss, and bytes sent and received.
         self.lost_s = 0.0
-        self.wire_bytes = 0  # sent to learners and received from them, until the engine resets it
+        self.wire_bytes = 0
         self._has_started = False  # whether the run has begun with enough learners
 
     def start_all(self, num_workers: int) -> None:
@@ -133,9 +139,10 @@ class LearnerPool:
         self._has_started = True
 
     def _wait_for_learners(self) -> None:
-        """Wait until enough learners have joined, as `start_all` says; raise if too few do.
+        """Wait until enough learners have joined, as `start_all` says.
 
-        Raises Preempted if a signal comes before.
+        Raises ResourceError if too few join, ConfigError if one has other data or versions, and
+        Preempted if a signal comes before.
         """
         rule = self._settings.engine
         count = len(self.learners)
@@ -431,7 +438,7 @@ class LearnerPool:
         has_run = has_run or learner.joined
         if has_run or learner.cause != cause:
             self.note(number, "lost", cause)
-        if learner.joined:  # what it did since it last said so is lost
+        if learner.joined:  # what it did since its last report, or its start, is lost
             self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
         self._replace_process(number, cause, has_run=has_run)
         if all(math.isinf(each.started_s) for each in self.learners.values()):
@@ -449,7 +456,7 @@ class LearnerPool:
         """
         before = self.learners[number]
         now_s = time.monotonic()
-        failures = before.failures
+        failures = before.failures  # processes in a row that ran but did not join
         if before.joined:
             failures = 0.0
         elif has_run:

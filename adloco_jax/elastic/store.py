@@ -1,8 +1,9 @@
 """What driver and learners read and write: objects, wherever they are kept (`objects`).
 
 An object has a name and bytes: JSON, or JSON with arrays (safetensors), with a SHA-256 and a
-signature. Its JSON is a `Format`, whose fields are checked. Nothing that is read is executed or
-unpickled. `Refused` is raised for an object that is damaged, or is not what it should be.
+signature. Its JSON is a `Format`, a message whose fields are checked. Nothing that is read is
+executed or unpickled. `Refused` is raised for an object that is damaged, or is not what it should
+be. A keeper holds the objects: a bucket, or a driver that serves them.
 """
 
 import concurrent.futures
@@ -76,6 +77,7 @@ class Link:
             part = min(num_bytes, self._bytes_per_s * _BURST_S)
             with self._using:
                 now_s = time.monotonic()
+                # Of the time that the link was idle, it may catch up `_BURST_S`.
                 begin_s = max(self._free_s, now_s - _BURST_S)
                 self._free_s = begin_s + part / self._bytes_per_s
                 wait_s = self._free_s - now_s
@@ -119,7 +121,9 @@ class Store:
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object's content; None if there is no object.
 
-        Raises Refused if it has more than `limit` bytes, or is not signed as it must be.
+        Raises Refused if it has more than `limit` bytes, or is not signed as it must be;
+        ResourceError if reads fail for longer than `patience_s` or after a signal, or if the first
+        ones fail; ConfigError if reading is not permitted.
         """
         most_bytes = limit + NUM_BYTES  # with its signature
 
@@ -152,7 +156,8 @@ class Store:
     def read_message(self, name: str, kind: type[F]) -> F | None:
         """Read an object of JSON, which `to_json` made; None if there is no object.
 
-        Raises Refused if it is damaged, not signed, or no message of this kind.
+        Raises Refused if it is damaged, not signed, or no message of this kind; ResourceError or
+        ConfigError if it cannot be read.
         """
         data = self.get(name)
         if data is None:
@@ -171,7 +176,7 @@ class Store:
         """Read an object of JSON and arrays, which `pack` made.
 
         It is read again if it was damaged on its way. Raises Refused if it is missing, or refused
-        each time.
+        each time; ResourceError or ConfigError if it cannot be read.
 
         Args:
           name: The object's name.
@@ -194,7 +199,11 @@ class Store:
         return retry_if_refused(read)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object, or replace it.
+
+        Returns when it is written. Raises ResourceError if writes fail for longer than `patience_s`
+        or after a signal, or if the first ones fail; ConfigError if writing is not permitted.
+        """
         signed = self.signatures.signed(name, data)
         put = functools.partial(self._objects.put, name, signed)
 
@@ -202,6 +211,7 @@ class Store:
             """Write the object, after so many tries have failed, or raise an error."""
             self._request_once(put, num_bytes=len(signed), failures=failures)
 
+        # Wait first, as long as a link of the limited rate needs; a repeated write waits no more.
         self._upload.wait_for(len(signed))
         self.retry("write", write)
 
@@ -209,7 +219,8 @@ class Store:
         """Write an object of JSON unless there is one; return whether this call has written it.
 
         A request whose response is lost is repeated, and then finds the object that it has written
-        itself. A random text in the object tells it from that of another writer.
+        itself. A random text in the object tells it from that of another writer. Raises
+        ResourceError or ConfigError if it cannot be written.
         """
         data = to_json(message, by=uuid.uuid4().hex)
         signed = self.signatures.signed(name, data)
@@ -258,7 +269,7 @@ class Store:
         It runs in its own thread, which may wait on after the deadline.
 
         Args:
-          request: A call of a method of the keeper.
+          request: Calls a method of the keeper, without arguments.
           num_bytes: Bytes that it sends or receives; with them the deadline grows.
           failures: How often the same request has failed before. Each doubles the deadline, up to
             `_LONGER_DEADLINE` times, but not after a signal, when nobody waits long.
@@ -458,7 +469,7 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
             key = jax.tree_util.keystr(path)
             if key in zeros:
                 return np.zeros(want.shape, want.dtype)
-            return parts.pop(key)
+            return parts.pop(key)  # KeyError, if it is missing, is told below
 
         tree = jax.tree.map_with_path(leaf, wanted)
     except Refused:
@@ -466,7 +477,7 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
     except Exception as error:  # deliberately broad: whoever wrote it may have written anything
         cause = f"{type(error).__name__}: {reason(error, _SHOWN_CHARACTERS)}"
         raise Refused(f"{name}: unknown ({cause})") from error
-    if parts:
+    if parts:  # arrays that nobody wants
         raise Refused(f"{name}: unknown parts")
     check_form(tree, wanted, f"{name}: ")
     return message, tree
