@@ -2,7 +2,8 @@
 
 A process makes all of them, one after another, so that a full memory or a failed device does not
 end the run. The engine runs rounds: on devices of this program, or on learners, other processes.
-Control (`Control`) is what the host knows of trainers and workers, as a checkpoint stores it.
+Control (`Control`) is what the host knows of trainers and workers, as a checkpoint stores it. The
+ledger is the log of a run. An observer is called after each round, to record, evaluate and save.
 """
 
 import contextlib
@@ -93,6 +94,8 @@ def begin(
       ResourceError: If the run does not fit the memory, or the disk is full.
     """
     settings = run.settings
+
+    # What the run has kept: the newest checkpoint, and the ledger.
     # The clock of the run starts with its first attempt; a later one counts from here.
     start_s = time.perf_counter() if failures.faults else run.began_s
     sample = sampler(run)  # first of all, because it may refuse the settings
@@ -106,8 +109,10 @@ def begin(
     saved_control = None
     if content is not None:
         saved_control = content.state.control
+    # If process 0 fails in this, all processes raise its error.
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, saved_control, progress))
 
+    # What runs the rounds: programs, and an engine that calls them.
     control, programs = begin_control(
         run,
         content,
@@ -120,7 +125,9 @@ def begin(
     stack.callback(engine.close)
     engine.control_before = control  # what `after_failure` reads, if the first round fails
 
-    # Not known of learners, which may be of any kind, nor of a model that the caller of `fit` gave.
+    # The recorder, and what it writes before the first round.
+    # The peak is not known of learners, which may be of any kind, nor of the model of a caller of
+    # `fit`.
     peak_tokens_per_s = math.nan
     if settings.engine.kind == "local" and not run.by_fit:
         peak_tokens_per_s = most_tokens_per_s(programs.spec)
@@ -161,6 +168,7 @@ def begin(
     for line in notes:
         progress.note(line)
 
+    # The arrays of trainers and workers, and the observers that evaluate and save them.
     if content is None:
         ensemble = initial_ensemble(run, control)
     else:
@@ -186,7 +194,10 @@ def _first_lines(
 ) -> list[str]:
     """Return lines for the terminal that describe the run before its first round.
 
-    `peak_tokens_per_s` is the speed at the peak of the devices, NaN if it is not known.
+    They tell, in this order, how programs spare a GPU's memory, the held-out rows, which optimizer
+    has which parameters, how the run is resumed, its model, trainers and batches, how long it is,
+    and how it could read all rows. `spec` is that of the compiled programs; `peak_tokens_per_s` is
+    the speed at the peak of the devices, NaN if it is not known.
     """
     settings = run.settings
     lines = []
@@ -228,6 +239,9 @@ def _make_engine(
       stop: Is set by a signal. The engine of this program's devices then leaves the round that it
         is in, if there is one process alone.
       ledger: Gets the lines on learners.
+
+    Returns:
+      The engine, which has begun nothing yet. The caller closes it.
     """
     if run.settings.engine.kind == "local":
         is_alone = jax.process_count() == 1
@@ -267,8 +281,8 @@ def _make_engine(
         fingerprint=run.corpus.fingerprint,
         # Entries of tables, so that learners have those that a config file has added.
         entries=(ARCHITECTURES[model.arch], DATA_SOURCES[data.source]),
-        log=str(run.workdir.resolve() / "learners"),
-        files=files_of(run.corpus, frozen_from),
+        log=str(run.workdir.resolve() / "learners"),  # a folder: what learners print
+        files=files_of(run.corpus, frozen_from),  # that the driver gives to learners without them
     )
     return ElasticEngine(setup, programs, heldout, ledger.write)
 
@@ -385,6 +399,7 @@ def require_equal_processes(run: Run) -> None:
     """
     if jax.process_count() == 1:
         return
+    # A hash of all parameters that the run starts from: of each leaf its dtype, shape and bytes.
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(run.model.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())

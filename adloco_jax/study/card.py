@@ -46,7 +46,7 @@ def write(
 
     # What the hub reads: lines at the top of the file, without those that are not known.
     metadata = {}
-    task = task_of(folder)
+    task = task_of(folder)  # None: `transformers` cannot load the model
     metadata["library_name"] = "transformers" if task else "jax"
     if (folder / _ADAPTER).exists():
         metadata["library_name"] = "peft"

@@ -1,8 +1,9 @@
 """Draw charts as SVG: in a web page, or as files of their own.
 
-A box is the rectangle in which the curves of one chart lie. Positions in it are percentages, so it
-stretches while texts and lines keep their size. As in SVG, they are counted from the left and from
-the top. `chart.css` defines the colours and dashes of curves, for light pages and for dark ones.
+A panel is one chart. A box is the rectangle in which its curves lie. Positions in it are
+percentages, so it stretches while texts and lines keep their size. As in SVG, they are counted from
+the left and from the top. `chart.css` defines the colours and dashes of curves, for light pages and
+for dark ones.
 """
 
 import math
@@ -352,17 +353,19 @@ def document(
       font_px: Size of the text, in pixels.
       key: Names and CSS classes of curves that have no labels, shown above the panels.
     """
-    em = font_px  # lengths are multiples of the size of the text
+    # Lengths are multiples of the size of the text, chosen by eye so that nothing overlaps.
+    em = font_px
     top = 0.0  # the height of what is drawn so far
     parts = []
 
     # The key: a short line and a name for each kind of curve.
     x = em  # where the next name begins
     for label, classes in key:
-        room = (3.2 + _CHARACTER_EM * len(label)) * em
-        if x + room > width:
+        room = (3.2 + _CHARACTER_EM * len(label)) * em  # of the line, the name and the gaps
+        if x + room > width:  # on to the next row
             x = em
             top += 1.6 * em
+        # In an SVG path, M moves to a point, and h draws so far to the right.
         line = f'<path class="line" d="M{x:g} {top + 1.4 * em:g}h{1.4 * em:g}"/>'
         name = text(x + 2 * em, top + 1.4 * em, label, "end")
         parts.append(f'<g class="{classes}">{line}{name}</g>')
@@ -373,10 +376,10 @@ def document(
     # The panels: above each box its title and the label of y, below it the label of x.
     for first in range(0, len(panels), columns):
         row = panels[first : first + columns]
-        top += 3.6 * em
+        top += 3.6 * em  # room for the title and the label of y
         for column, panel in enumerate(row):
             left = column * width / columns + 5 * em  # of the box, after room for its ticks
-            box_px = width / columns - 5 * em - right_px
+            box_px = width / columns - 5 * em - right_px  # the width of the box
             parts.append(text(left - 4 * em, top - 2 * em, panel.title, "heading"))
             parts.append(text(left - 4 * em, top - 0.7 * em, panel.y_label, "tick start"))
             below = top + panel.height + 2.9 * em
@@ -385,13 +388,15 @@ def document(
                 f'<svg class="chart{panel.classes}" x="{left:g}" y="{top:g}" width="{box_px:g}"'
                 f' height="{panel.height}" overflow="visible">{panel.body}</svg>'
             )
+        # Below the highest box there is room for ticks and the label of x.
         top += max(panel.height for panel in row) + 3.6 * em
 
     # Broken at the number of characters that fit the width.
     for line in textwrap.wrap(caption, int(width / em / _CHARACTER_EM)):
         top += 1.5 * em
         parts.append(text(em, top, line, "tick start"))
-    return svg(width, math.ceil(top + em), title, parts, font_px=font_px)
+    height = math.ceil(top + em)  # with a margin below
+    return svg(width, height, title, parts, font_px=font_px)
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:

@@ -96,7 +96,9 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
             values += curve.y
             for edge in curve.band or ():
                 values += edge
-        if not any(spent) and cost != "tokens":  # without any cost, one chart is left
+        # A cost that no run has, such as bytes of one worker, has no chart. The chart over tokens
+        # is always drawn, so that there is one.
+        if not any(spent) and cost != "tokens":
             continue
         # What each run had spent at its end; runs without points or cost are left out. Ends far
         # apart need a logarithmic axis.

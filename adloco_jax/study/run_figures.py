@@ -3,6 +3,9 @@
 They are drawn from `round` and `merge` lines of the ledger, dicts: a `round` line tells of one
 trainer's round, a `merge` line which trainers became one. Positions in a figure are fractions of
 its width and height, so that it stretches with the page.
+
+A batch is what an update uses: of each worker some micro-batches, which are accumulated. A lane is
+the horizontal strip of a trainer in a figure over rounds.
 """
 
 import math
@@ -98,9 +101,9 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """Draw a trainer's lane: a bar for each stretch of rounds with the same batch.
+    """Draw a trainer's lane: a bar for each stretch of rounds in which the batch stays the same.
 
-    The thicker a bar, the larger the batch. The batch stands beside the bar's beginning, unless the
+    The thicker a bar, the larger the batch. The batch is written at the bar's beginning, unless the
     lane is too low or the text would overlap the one before.
 
     Args:
@@ -109,12 +112,13 @@ def _lane(
       middle: Distance of the lane's middle from the top, 0 to 1.
       lane_px: Height of the lane, in pixels.
       num_lanes: Number of lanes in the figure.
-      most: The largest batch of all trainers, whose bar is the thickest.
+      most: The largest batch of all trainers, in sequences, whose bar is the thickest.
 
     Returns:
       The bars as SVG.
     """
-    # The lines at which a stretch of rounds with the same batch begins.
+    # The `round` lines at which a stretch begins: workers, micro-batch or accumulation differ from
+    # the line before.
     starts = []
     batch_before = None
     for e in lines:
@@ -122,7 +126,7 @@ def _lane(
         if batch != batch_before:
             starts.append(e)
         batch_before = batch
-    # Of too many stretches only every so many is drawn, up to the next one that is.
+    # Of too many stretches only some are drawn, each until the next one that is drawn begins.
     max_bars = max(_LEAST_BARS, _MAX_BARS // num_lanes)
     starts = starts[:: math.ceil(len(starts) / max_bars)]
     ends = [e["round"] - 1 for e in starts[1:]]  # the last round of each bar
@@ -131,11 +135,11 @@ def _lane(
     parts = []
     free = 0.0  # a text that begins here or later overlaps no other
     for e, end in zip(starts, ends, strict=True):
-        left = x.at(e["round"] - 1)
+        left = x.at(e["round"] - 1)  # a round is drawn from the end of the one before
         right = x.at(end)
         # The thickness: from 0.15 of the lane on to 0.85, with the logarithm of the batch.
         share_of_lane = 0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)
-        size = share_of_lane / num_lanes
+        size = share_of_lane / num_lanes  # as a fraction of the figure's height
         title = (
             f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}:"
             f" {counted(_workers(e), 'worker')} × {counted(e['micro_batch_size'], 'sequence')}"

@@ -78,8 +78,10 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     """Compute the totals of a run by name from the lines of its ledger.
 
     The loss and the other scores are those of the last evaluation of `trainer` (an id), or of the
-    consensus model. A total is None if the ledger lacks it, or if it was not finite.
+    consensus model. A total is None if the ledger lacks it, or if it was not finite. The names are
+    the keys of the dict that is returned below, in the order of `summary.json`.
     """
+    # The lines that are needed, by event.
     rounds = lines(events, "round")
     programs = lines(events, "compile")
     spent = lines(events, *SPENDING)  # on what has costs: rounds, merges and growth
@@ -90,6 +92,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     # What it cost to gather the trainers for this evaluation.
     gathered = gathering(events).get(final.get("round", 0), {})
 
+    # The loss, beside that of a guess, and per byte, by which tokenizers compare.
     loss = final.get("loss")
     classes = final.get("classes")
     unit = start["loss_unit"]
@@ -109,6 +112,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         nats_per_byte = loss * tokens_per_byte
         bits_per_byte = nats_per_byte / math.log(2)
 
+    # The most memory that was used.
     memory = lines(events, "memory")
     device_peaks: list[int] = []
     for event in memory:
@@ -116,6 +120,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     # The largest program; 0: none says what it needs.
     program_bytes = max((e.get("needed_bytes") or 0 for e in programs), default=0)
 
+    # The learners: how many rounds of their workers counted, what went wrong, and their time.
     in_learners = [e for e in rounds if "workers_counted" in e]  # rounds of a run with learners
     expected = sum(e["workers"] for e in in_learners)
     counted = sum(e["workers_counted"] for e in in_learners)

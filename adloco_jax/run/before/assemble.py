@@ -1,4 +1,9 @@
-"""Put a run together: its model, what its programs share, its weights, and its rows."""
+"""Put a run together: its model, what its programs share, its weights, and its rows.
+
+The record of a run is `config.json` in its folder. The base is the frozen weights of a model with
+an adapter. Held-out rows are not trained on; losses are measured on them. A learner is a process
+of its own that trains.
+"""
 
 import dataclasses
 import time
@@ -85,8 +90,14 @@ def assemble(
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
 
-    Raises UserError as `train` does before anything is compiled or created; with an unset
-    `model.base_dtype`, programs are compiled.
+    Nothing is created in the run's folder. Programs are compiled only with an unset
+    `model.base_dtype`.
+
+    Raises:
+      ConfigError: If the folder, the engine or the checkpoint of `model.init_from` cannot be used.
+      DataError: If the data or the weights are missing, damaged, or other than when the run began.
+      CheckpointError: If the run's record cannot be read.
+      ResourceError: If the run needs more memory than there is, or what it reads does not answer.
     """
     began_s = time.perf_counter()
     if trains:
@@ -94,11 +105,11 @@ def assemble(
         require_usable(workdir)
         check_engine(settings, workdir)  # last, as it may ask a bucket or a relay
         if base_dtype_is_open(settings):
-            if settings.engine.starts_learner:
+            if settings.engine.starts_learner:  # it has the accelerator, whose memory decides
                 settings = as_own_learner_fits(settings)
             else:
                 settings, choice = fitting_choice(settings, machine)
-                choice.programs.close()
+                choice.programs.close()  # compiled to see what fits; the run compiles its own
             print(base_dtype_line(settings))
 
     by_fit = model is not None
@@ -111,12 +122,18 @@ def assemble(
             settings.batching.memory_frac,
         )
     notes: list[str] = []  # about heads of the checkpoint
+    # A run that goes on has its parameters in its own checkpoints, but never frozen weights.
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
     needs_weights = settings.adapter.rank > 0 or (begins and settings.model.init_from)
     if needs_weights:
         model, notes = with_weights(model, settings.model, machine, seed=settings.seed)
 
-    before = recorded(workdir) if commit is None else None
+    before = None  # the run's record, which a caller that gives the commit does not have
+    if commit is None:
+        before = recorded(workdir)
+        commit = ""  # of a run without a record
+        if before is not None:
+            commit = before.data_commit
     if before and before.base_fingerprint != model.base.fingerprint:
         raise DataError(
             f"{workdir}: model.init_from has other weights than when this run began; restore them,"
@@ -126,7 +143,6 @@ def assemble(
     if isinstance(corpus, ArrayRows):  # which the caller of `fit` made without settings
         corpus = corpus.ordered(settings, num_classes=model.num_classes)
     elif corpus is None:
-        commit = commit or (before.data_commit if before else "")
         corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
         if trains:
             print(*notes, corpus.describe(), sep="\n")

@@ -1,4 +1,8 @@
-"""Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created."""
+"""Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created.
+
+What is the user's own code runs within `own_code`, which turns its errors into a ConfigError. To
+trace a function is to run it on shapes alone (`jax.eval_shape`), without computing anything.
+"""
 
 import dataclasses
 import functools
@@ -50,8 +54,9 @@ def check_inputs(
 
     `workdir` is the run's folder; None: it has none yet. Nothing is compiled.
 
-    Raises ConfigError for contradictory settings, DataError if a checkpoint is not there,
-    CheckpointError if a run's `config.json` in `workdir` cannot be read.
+    Raises ConfigError for a folder or a checkpoint that does not fit the settings, DataError if a
+    checkpoint is missing or damaged, ResourceError if the hub does not answer, CheckpointError if a
+    run's `config.json` in `workdir` cannot be read.
     """
     model = settings.model
     unchecked = []
@@ -93,7 +98,8 @@ def check_rules(run: Run) -> None:
         losses = dict.fromkeys(control.trainers, 1.0)
         choose_members(control, losses, settings.merge)
 
-    # An aggregator makes one tree of the differences of, here, two workers and their weights.
+    # An aggregator makes one tree of the differences of, here, two workers and their weights. A
+    # difference has float32 in place of each trained array.
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable(run.spec.params)
     )
@@ -187,6 +193,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     # The losses, on two rows.
     rows_BL = jax.ShapeDtypeStruct((2, heldout_rows.shape[1]), np.int32)
     with own_code("loss_of"):
+        # Any mode and kernel do: the loss must be one number in all.
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
     if takes(loss_fn, "key"):  # as in training
         loss_fn = functools.partial(loss_fn, key=jax.random.key(0))

@@ -1,4 +1,9 @@
-"""Describe a run in words without compiling it: its header, its communication and its tokens."""
+"""Describe a run in words without compiling it: its header, its communication and its tokens.
+
+A batch is what a worker uses for an update; a part of it that a device takes at once is a
+micro-batch, and the batch is accumulated from several. A synchronisation brings the workers of a
+trainer together; with Streaming DiLoCo it sends one fragment, a part of the parameters.
+"""
 
 import inspect
 import math
@@ -143,7 +148,9 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     )
     read = tokens / settings.data.sequence_length  # rows
     lines = []
-    passes = read / settings.num_rows if settings.num_rows else 0.0
+    passes = 0.0  # over the rows; 0: their number is not known
+    if settings.num_rows:
+        passes = read / settings.num_rows
     if math.isfinite(tokens):
         line = "length: "
         if rounds_grow and tokens < settings.last_token:
@@ -210,6 +217,7 @@ def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: Inner
     if not measures_gradients(batching):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     test = f"{batching.test} test"
+    # The names of the arguments of a test's function, among them the options that it uses.
     used = inspect.signature(BATCH_TESTS[batching.test].request).parameters
     for name in ("eta", "vartheta", "nu"):  # the options of tests
         if name in used:

@@ -1,6 +1,7 @@
 """What a run needs before it starts: `adloco plan CONFIG`, `--memory`, and `--device h100x8`.
 
-Every program is compiled, for devices here or those that a name describes; none is run.
+Every program is compiled, for devices here or those that a name describes; none is run. A mode says
+how programs spare memory. The record of a run is `config.json` in its folder.
 """
 
 import contextlib
@@ -61,20 +62,33 @@ def plan(
 
     Its rows are made, or found in the user's cache, as by the run. With `memory`, the first rounds'
     programs are compiled for the micro-batch and each program's bytes. The last lines name what
-    only the run can check. Raises UserError as `check_inputs` and `load_corpus` do.
+    only the run can check.
+
+    Raises:
+      ConfigError: If config, folder, checkpoint or text cannot be used.
+      DataError: If the text, the tokenizer or the checkpoint is missing or damaged.
+      CheckpointError: If the record of the run in `workdir` cannot be read.
+      ResourceError: If the hub does not answer, or with `memory` nothing fits.
     """
-    folder = None if workdir is None else Path(workdir)
+    folder = None
+    if workdir is not None:
+        folder = Path(workdir)
     notes: list[str] = []
+    # `run_on_all`: an error in one process is raised in all, so that none waits for it.
     settings = processes.run_on_all(lambda: completed(validate(config), folder, note=notes.append))
     unchecked = processes.run_on_all(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
-    before = recorded(folder) if folder else None
+    commit = ""  # of the hub's data set: the one with which the run began, else the newest
+    if folder is not None:
+        before = recorded(folder)
+        if before is not None:
+            commit = before.data_commit
     corpus = processes.run_on_all(
         lambda: load_corpus(
             settings,
             num_classes=class_count(settings.model),
-            commit=before.data_commit if before else "",
+            commit=commit,
             run=folder,
             note=notes.append,
         )
@@ -88,6 +102,7 @@ def plan(
         settings, choice = fitting_choice(settings, here())
         if is_open:
             lines.append(base_dtype_line(settings))
+        # Trainers with the workers that join later too, when most memory is needed.
         pool = start(settings.ensemble, settings.batching, choice.max_batch_size, whole_pool=True)
         peaks = program_peaks(pool, choice.programs, settings.batching, settings.switch)
         machine = choice.programs.spec.machine

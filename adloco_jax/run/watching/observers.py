@@ -169,8 +169,8 @@ class Recorder:
 
     def write_memory(self, control: Control) -> None:
         """Write to the ledger the peak memory of this process and of its devices so far."""
-        unit_bytes = 1024  # of `ru_maxrss`
-        if sys.platform == "darwin":
+        unit_bytes = 1024  # of `ru_maxrss`: Linux counts KiB
+        if sys.platform == "darwin":  # macOS counts bytes
             unit_bytes = 1
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         device_peaks = []  # None of a device that does not count, such as a CPU
@@ -412,6 +412,7 @@ class Checkpoints:
         """
         recorder = self.recorder
         index = state.control.round
+        # The clock for the next save starts here, however long this one takes.
         self._last_save_s = time.perf_counter()
         # Before the learners are asked for what they hold, which is in vain if the disk is full.
         self.saver.wait()
@@ -422,7 +423,11 @@ class Checkpoints:
 
 
 def on_compile(ledger: Ledger, progress: Progress, event: Compiling | Compiled) -> None:
-    """Show a compilation beside the bar, and write a line about it to the ledger at its end."""
+    """Show a compilation beside the bar, and write a line about it to the ledger at its end.
+
+    The line says whether the program was loaded from the cache on disk (a "hit"), and whether a
+    thread compiled it in the background while rounds ran.
+    """
     progress.compiling(event)
     if isinstance(event, Compiled):
         ledger.write(
