@@ -1,7 +1,11 @@
 """Held-out losses: of each trainer, of the consensus model, and of a planned merge.
 
 Losses are means over rows, in nats per token of text, or nats per labelled row; those of chats are
-means over the tokens that count.
+means over the tokens that count. Guard rows are held-out rows that serve decisions alone: whether
+to merge, and which model stands for all trainers. The members of a merge become one trainer; the
+first, the representative, remains.
+
+Axes of arrays: E rows, B rows of one call of a program, C classes, L tokens, M trainers.
 """
 
 import functools
@@ -52,7 +56,7 @@ def class_report(
     with `precision`, `recall`, `f1` and `support` (number of rows) for each class. A score is None
     if its denominator is zero.
     """
-    rows_EL = as_row_batch(rows).tokens  # each row begins with its label
+    rows_EL = as_row_batch(rows).tokens  # each row begins with its label, of `num_classes`
     label_E = rows_EL[:, 0]
 
     losses_CE = []

@@ -1,4 +1,8 @@
-"""What fits the devices for the configured model: mode, micro-batch, and type of frozen weights."""
+"""What fits the devices for the configured model: mode, micro-batch, and type of frozen weights.
+
+A mode says whether workers run at once or in turn, and whether the backward pass recomputes layers.
+Frozen weights are those of a model that is trained only by an adapter.
+"""
 
 from adloco_jax.engine.memory import Choice, choose, modes, require_room
 from adloco_jax.engine.model import configured_model, program_spec
@@ -12,7 +16,8 @@ def configured_choice(
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`).
 
-    An unset `model.base_dtype` counts as bfloat16. Raises NothingFits.
+    An unset `model.base_dtype` counts as bfloat16. Raises NothingFits if the least micro-batch fits
+    in no mode.
     """
     model = configured_model(settings, machine)
     spec = program_spec(settings, model, machine)
@@ -36,10 +41,10 @@ def base_dtype_is_open(settings: Settings) -> bool:
 def fitting_choice(
     settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
 ) -> tuple[Settings, Choice]:
-    """Choose as `configured_choice` does, after finding `model.base_dtype` if it is unset.
+    """Choose the mode and the micro-batch, after finding `model.base_dtype` if it is unset.
 
     It becomes bfloat16 if the run then fits, else nf4. Returns settings in which it is set, and the
-    choice for them. Raises NothingFits.
+    choice for them. Raises NothingFits if the run does not fit with either.
     """
     if not base_dtype_is_open(settings):
         return settings, configured_choice(settings, machine, on_compile)
@@ -50,7 +55,7 @@ def fitting_choice(
         sizes = wide.ensemble.sizes(whole_pool=True)
         require_room(spec, sizes, wide.batching.memory_frac)
         return wide, configured_choice(wide, machine, on_compile)
-    except ResourceError:
+    except ResourceError:  # from `require_room`, or NothingFits
         narrow = _with_base_dtype(settings, "nf4")
         return narrow, configured_choice(narrow, machine, on_compile)
 

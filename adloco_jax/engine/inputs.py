@@ -1,6 +1,10 @@
 """Make the inputs of a round: each worker's next rows, on the devices that run the worker.
 
-Trainers are divided into groups, so that one compiled program can run each group.
+Trainers are divided into groups, so that one compiled program can run each group. A group's plan is
+the sizes of its round. A stream is the sequence of rows that one worker reads; its number is the
+worker's id. A row is one sequence of training data, with L + 1 integers.
+
+Axes of arrays: T micro-batches, R workers, B rows of a micro-batch, L tokens, M trainers.
 """
 
 import dataclasses
@@ -152,7 +156,7 @@ def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> lis
     members_of_groups = [[m for m in chosen if num_workers[m] == size] for size in sizes]
     workers_of_groups = []
     for size, members in zip(sizes, members_of_groups, strict=True):
-        workers_of_groups.append(size * len(members))
+        workers_of_groups.append(size * len(members))  # workers of all members together
     # Devices are divided over groups by the rule that divides workers over trainers.
     shares = allocate_workers(workers_of_groups, num_shares)
     groups = []
@@ -176,7 +180,11 @@ def _group(
 def group_trainers(
     control: Control, plans: Mapping[int, RoundPlan], spec: ProgramSpec
 ) -> list[Group]:
-    """Divide each of `classes` by plan: trainers with the same plan form a group."""
+    """Divide trainers into groups that have equally many workers, and the same plan.
+
+    `plans` has the sizes of the round by trainer id, for the trainers that run. Groups with equally
+    many workers have the same devices (`classes`).
+    """
     groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
@@ -201,7 +209,8 @@ def round_keys(
         if needs_start(spec, steps):
             keys.append(group.key("start", accumulates=steps.accumulates))
         if is_streaming:
-            # "fragment" runs the last call before each synchronisation, "steps" those before it.
+            # "fragment" runs the last call before each synchronisation, "steps" those before it, if
+            # the round has more calls than synchronisations.
             if group.plan.num_micro_batches > spec.steps_per_round:
                 keys.append(steps)
             keys.append(steps._replace(kind="fragment", sizes=group.sizes))
@@ -230,7 +239,7 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
     later = dataclasses.replace(control, round=control.round + 1)
     done = settings.share_done(later.round, later.tokens_total)
     if measures_gradients(batching) and done < 1:
-        for growth in (batching.max_growth, 1):
+        for growth in (batching.max_growth, 1):  # the most that a test allows, and none
             grown = with_growth(later, growth, settings.ensemble, batching, settings.inner)
             ahead = foreseen(grown, settings.merge, settings.ensemble, done)
             keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
@@ -278,7 +287,7 @@ def make_round_inputs(
       plans: By trainer id, the sizes of the round, for the trainers that run.
       settings: The settings of the run.
       spec: Says which devices there are, and how rows look.
-      rows: The data.
+      rows: The data; what reading them raises, such as DataError, is passed on.
     """
     groups = group_trainers(control, plans, spec)
 
@@ -295,9 +304,9 @@ def make_round_inputs(
     tested_here: set[tuple[int, int, int]] = set()
     for group in tested_groups:
         workers_at = placement(spec, group.layout).workers
-        reads = control.reads(group.trainers)
-        for worker in _here(workers_at, (sum(group.sizes),), 0):
-            tested_here.add(reads[worker])
+        worker_reads = control.reads(group.trainers)
+        for worker in _here(workers_at, shape=(sum(group.sizes),), axis=0):
+            tested_here.add(worker_reads[worker])
 
     # The learning rates depend on the tokens of all trainers together.
     round_tokens = 0
@@ -312,14 +321,15 @@ def make_round_inputs(
     calls: list[list[Call]] = []
     first_rows: dict[tuple[int, int, int], PyTree] = {}  # those that are measured, by worker
     for group in groups:
-        reads = control.reads(group.trainers)
-        rows_TRB = _sequences(reads, group, spec, rows, tested_here)
-        for worker, read in enumerate(reads):
+        worker_reads = control.reads(group.trainers)
+        rows_TRB = _sequences(worker_reads, group, spec, rows, tested_here)
+        for worker, read in enumerate(worker_reads):
             trainer, _, _ = read
             first_rows[read] = _first_rows(rows_TRB, worker, num_tested[trainer])
         rate_MT = [rates[m] for m in group.trainers]
-        rate_TR = np.repeat(rate_MT, group.sizes, axis=0).T
-        calls.append(calls_of(group, rows_TRB, rate_TR, np.array(reads, np.int32), spec))
+        rate_TR = np.repeat(rate_MT, group.sizes, axis=0).T  # its trainer's rates for each worker
+        reads_R3 = np.array(worker_reads, np.int32)
+        calls.append(calls_of(group, rows_TRB, rate_TR, reads_R3, spec))
 
     # The arguments of the measurements.
     stats_rows = []

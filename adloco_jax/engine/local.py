@@ -2,6 +2,10 @@
 
 Trainers whose rounds have equal sizes run together in one compiled program. If trainers have
 unequal numbers of workers, groups of them have devices of their own (`inputs.classes`).
+
+To dispatch a program is to queue it on the devices without waiting for its results. A call is one
+run of the program of inner steps; a round has several. A flush synchronises the updates that
+Streaming DiLoCo has not sent yet. A trainer is broken if its workers only skip updates.
 """
 
 import copy
@@ -81,7 +85,7 @@ class LocalEngine:
         rows: Rows,
         heldout: HeldOut,
         on_call: OnCall = None,
-        is_stopped: Callable[[], bool] = bool,
+        is_stopped: Callable[[], bool] = bool,  # `bool()` is False: never
     ):
         """Make an engine; nothing is computed yet.
 
@@ -118,9 +122,11 @@ class LocalEngine:
         self._flushed: set[int] = set()  # ids of trainers that were flushed after the last round
 
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
-        """Run a round of all trainers; raise DataError if its rows cannot be read.
+        """Run a round of all trainers.
 
-        While the devices run its updates, the host decides and prepares the next round.
+        While the devices run its updates, the host decides and prepares the next round. Raises
+        DataError if the round's rows cannot be read; Stopped after a signal, if the round would
+        take more than `LAST_S` seconds.
         """
         settings = self.settings
         before = state.control
@@ -160,7 +166,7 @@ class LocalEngine:
             self.look_ahead(control)
 
         # Wait for the end of the updates.
-        self._report(0)
+        self._report(0)  # until no call is left
         jax.block_until_ready([of_group.norms for of_group in measured])
         step_s = time.perf_counter() - start_s
         stall_s = self.programs.stall_s - stalled_s
@@ -227,7 +233,7 @@ class LocalEngine:
         """Dispatch the programs of a round's updates to the devices, and do not wait for them.
 
         Returns the ensemble after the round, and what each group measures; both may still be
-        computed. Raises Stopped as `_note` does.
+        computed. Raises Stopped after a signal, if the round would take more than `LAST_S` seconds.
         """
         ensemble = state.ensemble
         measured = []
@@ -245,7 +251,7 @@ class LocalEngine:
             sub = sub.replace(inner_state_R=workers.inner_state_R)
             ensemble = self._put(ensemble, positions, sub)
             measured.append(Measured(group, losses_and_skips, norms))
-        if len(measured) > 1:  # each group has counted a round
+        if len(measured) > 1:  # each group has counted a round, where only one has passed
             next_round = reshard(np.int32(state.control.round + 1), ensemble.round.sharding)
             ensemble = ensemble.replace(round=next_round)
         return ensemble, measured
@@ -257,6 +263,7 @@ class LocalEngine:
         round would take more than `LAST_S` seconds.
         """
         self._losses.append(loss_TR)
+        # Otherwise the devices would wait between short calls; `inf` lets any number be queued.
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
             raise Stopped(self._begun)
@@ -312,6 +319,7 @@ class LocalEngine:
         counted, and one ledger line; the same state and no line if no trainer needs a flush.
         """
         ensemble, control = state
+        # `round` empties `self._flushed`, as workers then have new updates.
         owed = [m for m in sorted(trainers) if m not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state, []

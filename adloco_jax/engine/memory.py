@@ -2,6 +2,9 @@
 
 A mode says whether workers run at once or in turn, and whether the backward pass recomputes layers
 (docs/guides/devices.md). What it needs is known by compiling its programs.
+
+The state of a run is its ensemble (trainers' and workers' parameters and optimizer states); the
+gradient sums are those of workers that accumulate gradients over several micro-batches.
 """
 
 import bisect
@@ -282,6 +285,7 @@ def program_peaks(
     keys = first_keys(pool, batching, spec, size, accumulates=accumulates(batching, switch, size))
     if spec.outer.leaves_unsynchronised:
         keys += [group.key("flush") for group in classes(pool, pool.trainers, spec)]
+    # Each key once; the held-out losses are computed with batches of the same size.
     keys = dict.fromkeys([*keys, loss_key(size)])
     return {str(key): peak(programs, key, pool.sizes) for key in keys}
 
@@ -408,7 +412,8 @@ def state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
 def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
     """A lower bound of a run's bytes on a device, without activations and without compiling.
 
-    It counts what the device always holds, and the gradient of one worker.
+    It counts what the device always holds, and the gradient of one worker. `sizes` has the number
+    of each trainer's workers; `accumulates` says whether there are sums of gradients too.
     """
     held = held_bytes(spec, sizes, accumulates=accumulates)
     gradient_bytes = spec.param_bytes // spec.model_shards
@@ -416,8 +421,12 @@ def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool 
 
 
 def held_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device."""
+    """Bytes of the ensemble, workers' parameters, and sums of gradients if any, on one device.
+
+    `sizes` has the number of each trainer's workers. With `accumulates` there are sums.
+    """
     ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)  # the workers have them
     workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
-    held = (ensemble, workers.replace(inner_state_R=None), base_spec(spec, Layout(sizes)))
+    without_states = workers.replace(inner_state_R=None)  # which the ensemble has
+    held = (ensemble, without_states, base_spec(spec, Layout(sizes)))
     return bytes_here(held)

@@ -1,4 +1,9 @@
-"""The model of a run with its weights, and what all programs of the run share (`ProgramSpec`)."""
+"""The model of a run with its weights, and what all programs of the run share (`ProgramSpec`).
+
+A mode says whether workers run at once or in turn, and whether the backward pass recomputes layers.
+Frozen weights are those of a model that is trained only by an adapter: they are its base. A kernel
+is the code that computes attention, of XLA or of cuDNN.
+"""
 
 import dataclasses
 import functools
@@ -202,6 +207,8 @@ def with_weights(
     base_dtype = None
     if frozen:
         base_dtype = settings.base_dtype or "bfloat16"
+    # The checkpoint may lack the head, of which the lines below tell. If it is an adapter, it is
+    # added to its weights, unless they stay frozen.
     loaded = hf.load(source, head=False, merges=not frozen, base_dtype=base_dtype)
     hf.require_same_network(model.network, loaded, settings)
 
@@ -266,7 +273,7 @@ def program_spec(
     unused = 0  # integers by which all rows are shorter than the settings allow
     if found_length is not None:
         unused = longest - found_length
-    # Numbers that one layer hands to the next, for one row.
+    # Numbers (activations) that one layer hands to the next, for one row.
     num_activations = data.sequence_length * settings.model.width
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)

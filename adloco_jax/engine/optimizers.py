@@ -1,4 +1,9 @@
-"""Make the optimizers and the aggregator that settings name."""
+"""Make the optimizers and the aggregator that settings name.
+
+The aggregator makes a trainer's outer gradient from its workers' differences. A label names the
+kind of a parameter, such as "matrix" or "embedding"; some optimizers treat kinds differently. An
+error in a user's own function becomes ConfigError (`own_code`).
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,7 +1,13 @@
 """The compiled programs of a run: what they compute, and how they are called.
 
 `start` begins a round, `steps` runs a fixed number of micro-batches, `outer` synchronises;
-Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instead of `outer`.
+Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instead of `outer`, and
+`flush` for the updates that workers have not sent. `stats` measures gradients, `loss` the loss of
+held-out rows.
+
+The functions that make programs are given `at`, the mesh of devices with its shardings. Its axes
+`trainer` and `worker`, together POOL, divide the workers; along the others devices share a worker.
+Axes of arrays: M trainers, R workers, T micro-batches, B rows, L tokens.
 """
 
 import contextlib
@@ -124,7 +130,7 @@ class Programs:
 
         The program must be one that computes losses. None if the run has no frozen weights.
         """
-        if self._base is not None and key not in self._bases:
+        if self._base is not None and key not in self._bases:  # the program's first call
             leaves, structure = jax.tree.flatten(self._base)
             _, keyword_shardings = self[key].input_shardings
             shardings = structure.flatten_up_to(keyword_shardings["base"])
@@ -207,6 +213,9 @@ def use_compilation_cache() -> None:
 
     The user's cache is trimmed before. Runs execute the programs that they find in the folder, so
     other users must not be able to write to it.
+
+    Raises ConfigError if `ADLOCO_CACHE_GB`, the cache's largest size, is no number;
+    FileNotFoundError if the user has no home folder for the cache.
     """
     trim_cache()
     if jax.config.values["jax_compilation_cache_dir"] is not None:
@@ -429,6 +438,8 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         in_specs=(by_trainer, by_worker, by_worker, by_worker),
         out_specs=by_worker,
         axis_names=set(POOL),  # the partitioner divides a worker over devices
+        # The check would refuse losses with a loop whose carry begins as a constant: it begins
+        # equal on all devices, and differs afterwards.
         check_vma=False,
     )
     def of_each(params_M, trainer_R, rows_RB, count_R):
@@ -459,7 +470,7 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     size = key.micro_batch_size
     rows = _rows_spec(spec, (size,), at.tokens_BL(size))
 
-    # Devices that share the rows have few of them each.
+    # Devices that share the rows have few of them each, so they need no smaller parts.
     at_once = spec.loss_chunk if at.mesh.size == 1 else 0
 
     def losses(params, rows_B):
@@ -565,6 +576,8 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
             in_specs=tuple(in_specs),
             out_specs=(by_worker, pool_T, pool_T),
             axis_names=set(POOL),
+            # The check would refuse losses with a loop whose carry begins as a constant: it begins
+            # equal on all devices, and differs afterwards.
             check_vma=False,
         )
         return function(workers, rows_and_keys, rate_TR, update_T, *position)
@@ -585,7 +598,8 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 
     def steps(workers, rows_and_keys, rate_TR, update_T):
         num_workers = rate_TR.shape[1]
-        one_each = num_groups > 1 and num_workers == num_groups  # no worker must wait
+        # Each group of devices has one worker: none must wait for another.
+        one_each = num_groups > 1 and num_workers == num_groups
         if spec.sequential and not one_each:
             return sequential(workers, rows_and_keys, rate_TR, update_T)
         return at_once(workers, rows_and_keys, rate_TR, update_T)
@@ -653,6 +667,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes of a device's memory that a program needs, with its arguments and results."""
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
+    # Results in the memory of donated arguments (aliases) are counted twice in the first two.
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 

@@ -1,6 +1,10 @@
 """A worker's round: gradient statistics, start, inner steps, and what they gave.
 
-The local engine runs the round of many workers with these functions, a learner that of one.
+The local engine runs the round of many workers with these functions, a learner (a process that
+trains for an elastic run) that of one. A group is trainers that one program runs together. A call
+is one run of the program of inner steps; a round has several.
+
+Axes of arrays: M trainers, R workers, S updates, each of A micro-batches, T micro-batches, B rows.
 """
 
 import math
@@ -94,11 +98,11 @@ def inner_round(
     if needs_start(spec, steps):
         # The program takes only the parameters from which the workers start.
         bare = sub.replace(outer_state_M=None, round=None, average_M=None)
-        if is_streaming:
+        if is_streaming:  # from the workers' own, else from the trainers'
             bare = bare.replace(params_M=None, params_R=workers.params_R)
         start = group.key("start", accumulates=steps.accumulates)
         workers = programs.call(start, bare)
-        if not spec.reset_inner_state:
+        if not spec.reset_inner_state:  # the program has not seen the states that are kept
             workers = workers.replace(inner_state_R=inner_state_R)
 
     measured = []
@@ -132,7 +136,7 @@ def by_update(
     loss_TR = _by_worker(group, losses)
     skipped_TR = _by_worker(group, skips)
     num_A = group.plan.num_accum_steps
-    loss_SAR = loss_TR.reshape(-1, num_A, loss_TR.shape[1])
+    loss_SAR = loss_TR.reshape(-1, num_A, loss_TR.shape[1])  # T is S times A
     mean_loss_SR = loss_SAR.sum(axis=1) / np.float64(num_A)
     skipped_SR = skipped_TR[num_A - 1 :: num_A]  # of each update's last micro-batch
     return np.where(skipped_SR, np.nan, mean_loss_SR), skipped_SR
@@ -144,6 +148,7 @@ def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
     `parts` are arrays [T of a call, workers of a call]. All calls of a turn follow one another. A
     turn runs one worker of each device, or all workers at once if there is only one turn.
     """
+    # A call has the workers of one turn.
     num_turns = sum(group.sizes) // parts[0].shape[1]
     calls_per_turn = len(parts) // num_turns
     turns = []

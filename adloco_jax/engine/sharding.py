@@ -1,7 +1,11 @@
 """The device mesh of a compiled program, each array's shape and sharding on it, and resharding.
 
 The mesh axes: `trainer` divides trainers, `worker` workers, `data` a worker's batch, `model` its
-parameters and state (and the batch, if divisible); along `idle`, devices repeat the same work.
+parameters and state (and the batch, if divisible); along `idle`, devices repeat the same work. The
+first two together are POOL. A reduce-scatter sums arrays over devices and leaves each a part of the
+sum; an all-gather gives each device all parts; an all-reduce is both.
+
+Axes of arrays: M trainers, R workers, X either of them, T micro-batches, B rows, L tokens.
 """
 
 import functools
@@ -77,12 +81,16 @@ class Placement:
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
-        """While tracing, reshard leaves [R, ...] for a reduce-scatter over the workers.
+        """While tracing, reshard leaves [R, ...] so that workers can be summed by a reduce-scatter.
 
-        There are two steps, first over the devices of a worker: XLA's partitioner would replicate
-        in one. A float leaf that cannot be divided over the workers is left to an all-reduce, which
-        moves as many bytes as both collectives; copies to every device would be R / 2 times as
-        many.
+        Before, a device has entries of its own worker only. Afterwards it has a smaller part of the
+        entries, but of all workers of a trainer, so that it can sum them. There are two steps: each
+        leaf is divided over the devices of its worker, then over the workers. In one step, XLA's
+        partitioner would copy the whole leaf to every device.
+
+        A float leaf that cannot be divided over the workers stays as it is after the first step;
+        its sum is then an all-reduce, which moves as many bytes as both collectives. Copies to
+        every device would be R / 2 times as many.
         """
         first_shardings = self._stacked(tree_R, POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, first_shardings)
@@ -91,6 +99,7 @@ class Placement:
             """Return `sharded`, or `first` for a float leaf that is not divided over workers."""
             if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return sharded
+            # An entry of a spec is None, the name of an axis, or a tuple of names.
             is_divided = any("worker" in (axes or ()) for axes in sharded.spec)
             return sharded if is_divided else first
 
@@ -169,18 +178,22 @@ class Placement:
         return jax.tree.map(leaf_sharding, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """Return the sharding of an array that divides one of its dimensions over `over`.
+        """Return a sharding of an array: `lead` divides its first dimensions, `over` one other.
 
-        The first dimensions are divided over the mesh axes in `lead`, one entry each. The longest
-        of the others that is divisible is divided over the first mesh axes of `over`: over as many
-        as possible. If none is divisible, only `lead` divides the array. A scalar is replicated.
+        Args:
+          shape: The shape of the array. A scalar is replicated.
+          lead: For each of the first dimensions, the mesh axis or axes that divide it.
+          over: Mesh axes for one of the other dimensions: the longest that is divisible. It is
+            divided over as many of these axes as possible, taken from the first on: over all of
+            them, else all but the last, and so on. If no dimension is divisible even by the first,
+            only `lead` divides the array.
         """
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):  # over as many axes as possible
             devices = math.prod(self.mesh.shape[axis] for axis in over[:count])
             divisible = [d for d in range(len(lead), len(shape)) if shape[d] % devices == 0]
-            if devices > 1 and divisible:
+            if devices > 1 and divisible:  # on one device there is nothing to divide
                 # The longest dimension; of equally long ones, the last.
                 dimension = max(divisible, key=lambda d: (shape[d], d))
                 between = (None,) * (dimension - len(lead))
@@ -213,15 +226,18 @@ def arrange(
     """
     num_trainers = len(sizes)
     num_workers = sum(sizes)
-    # The lengths of the mesh axes, one after another: each divides what is left of the devices.
+    # The lengths of the mesh axes, one after another. Each is the greatest number that divides both
+    # the devices that are left and what the axis divides, so that all devices have equal parts. A
+    # unit is `model_shards` devices, which share a worker's parameters.
     num_units = len(devices) // model_shards
     trainer = math.gcd(num_units, num_trainers)
     # The axis `trainer` is used if each device then has all workers of some trainers, or only
     # workers of one. Otherwise the axis `worker` divides all workers, across trainers.
     if len(set(sizes)) > 1 or trainer < num_trainers < num_workers:
         trainer = 1
+    # The units that have the same trainers, and all workers of these trainers.
     worker = math.gcd(num_units // trainer, num_workers // trainer)
-    data = math.gcd(num_units // (trainer * worker), batch_size)
+    data = math.gcd(num_units // (trainer * worker), batch_size)  # units share a worker's batch
     # The mesh keeps the order of the devices, because all programs that exchange arrays must have
     # the same order. The last axis, `idle`, takes what is left.
     grid = np.array(devices).reshape(trainer, worker, data, model_shards, -1)
@@ -279,7 +295,8 @@ def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False
 
 def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
     """Number of turns in which a device's workers run one after another; 1 if all run at once."""
-    if not spec.sequential or spec.outer.own_params:  # a fragment needs all workers at once
+    # With Streaming DiLoCo (`own_params`) a program also synchronises, which needs all workers.
+    if not spec.sequential or spec.outer.own_params:
         return 1
     mesh = placement(spec, layout).mesh.shape
     return sum(layout.sizes) // (mesh["trainer"] * mesh["worker"])
@@ -297,7 +314,7 @@ def begin_workers(
     workers = start_round(ensemble, accumulate=accumulates, reset_tx=reset_tx)
     num_turns = num_sequential(spec, layout)
     sums_R = (workers.grad_sum_R, workers.finite_R)
-    # A device's workers are adjacent: keep the sum of the first.
+    # A device's workers are adjacent, `num_turns` of them: keep the sum of the first.
     grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::num_turns], sums_R)
     return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
 

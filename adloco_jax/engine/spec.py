@@ -1,4 +1,9 @@
-"""What compilation needs: the data that all programs of a run share, and each program's key."""
+"""What compilation needs: the data that all programs of a run share, and each program's key.
+
+Letters in shapes: M trainers, R workers, B sequences of a micro-batch, L tokens of a sequence, S
+micro-batches of a round, F fragments (parts of the parameters that Streaming DiLoCo synchronises
+one after another).
+"""
 
 import math
 import os
