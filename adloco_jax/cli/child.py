@@ -17,7 +17,8 @@ def main() -> int:
     """Join the run that the driver names on the standard input; return the exit code.
 
     The input is a line of JSON: the `address` to join at, the run's `secret` if it has one, the
-    `key` by which the driver knows this learner, and the config files that the driver executed.
+    `key` by which the driver knows this learner, and the config files that the driver executed. The
+    exit code is 0, or that of the UserError that ended the learner, whose text is printed.
     """
     # An error on another thread must end the process, because nobody waits for the thread.
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)

@@ -1,6 +1,8 @@
 """Small commands on configs, runs and models.
 
 Each is called with its parsed options, and with the command line as a text, which only runs record.
+A *ticket* is a text that a run's driver prints: it has the address and the secret by which other
+computers join the run. The *card* of a model is the README.md beside it, which describes it.
 A command imports what it needs when it is called, so that other commands start quickly.
 """
 
@@ -32,7 +34,10 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def ticket(options: argparse.Namespace, command: str) -> None:
-    """Print the ticket of a run, a text with which other computers can join it."""
+    """Print the ticket of a run, a text with which other computers can join it.
+
+    Raises ConfigError if the run has none.
+    """
     path = Path(options.run) / "learners" / "ticket"
     if not path.exists():
         raise ConfigError(f"{path}: missing; a run has a ticket once engine.kind=direct has begun")
@@ -42,7 +47,8 @@ def ticket(options: argparse.Namespace, command: str) -> None:
 def report(options: argparse.Namespace, command: str) -> None:
     """Write a report on one or more runs, and print where; one run has it in its own folder.
 
-    Raises ConfigError if several runs have no `--out` folder.
+    Raises ConfigError if several runs have no `--out` folder, a run is named twice, or the labels
+    do not fit the runs, and DataError if a run's ledger is missing, damaged or without a round.
     """
     from adloco_jax.study.report import write
 
@@ -53,7 +59,11 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def join(options: argparse.Namespace, command: str) -> None:
-    """Train for a run, of another process, until it is over or a signal asks to leave."""
+    """Train for a run, of another process, until it is over or a signal asks to leave.
+
+    Raises ConfigError if the ticket, the data or the weights do not fit the run, DataError if data
+    or weights here are damaged, and ResourceError if the driver does not answer.
+    """
     from adloco_jax.run import join as joining
 
     add_entries(options.config)  # table entries that the run names, such as an optimizer
@@ -72,7 +82,12 @@ def join(options: argparse.Namespace, command: str) -> None:
 
 
 def export(options: argparse.Namespace, command: str) -> None:
-    """Write the model in a checkpoint of a run to a folder that `transformers` can load."""
+    """Write the model in a checkpoint of a run to a folder that `transformers` can load.
+
+    Without `options.trainer` it is the consensus of all trainers, which is chosen by held-out rows.
+    Raises ConfigError if there is no such checkpoint or trainer, CheckpointError if the checkpoint
+    is damaged, and DataError if data or weights that are needed cannot be read.
+    """
     from adloco_jax.engine.spec import here
     from adloco_jax.run.kept.export import read_trained, save
     from adloco_jax.study import card
@@ -96,7 +111,8 @@ def export(options: argparse.Namespace, command: str) -> None:
         card.write(out, Path(options.run), round=trained.round, trainer=options.trainer)
     except DataError as error:  # a damaged ledger, which the model does not need
         print(f"the card was not written: {error}", file=sys.stderr)
-    source = SOURCES.get(trained.source, trained.source)  # else "trainer 3"
+    # The words for the source of the model, such as the consensus; others, "trainer 3", have none.
+    source = SOURCES.get(trained.source, trained.source)
     merged = ", the adapter in the weights as published" if options.merge else ""
     print(f"{out}: round {trained.round}, {source}, {dtype}{merged}")
 
@@ -105,7 +121,8 @@ def generate(options: argparse.Namespace, command: str) -> None:
     """Generate text with a Llama from a folder in Hugging Face layout, such as a run's export.
 
     `options.chat` is a question to answer, "" if a person types questions, or None: then
-    `options.prompt` is continued.
+    `options.prompt` is continued. Raises ConfigError if there is no such model, it is no Llama, a
+    chat has no template, or an option is out of range, and DataError if a file is damaged.
     """
     from adloco_jax.cli.writing import chat, complete, load_writer
     from adloco_jax.run.kept.folder import refuse_fit

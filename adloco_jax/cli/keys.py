@@ -42,7 +42,8 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     else:
         with contextlib.suppress(ValidationError):
             value = TypeAdapter(kind).validate_strings(text)
-    # Else a ConfigDict refuses keys and types that it does not have yet; `validate` checks both.
+    # A locked ConfigDict would refuse keys and types that it does not have yet. It need not check
+    # them, because `validate` does.
     with holder.unlocked(), holder.ignore_type():
         holder[name] = value
 
@@ -117,5 +118,5 @@ def _in_words(schema: dict[str, Any]) -> str:
     for name, limit in _LIMITS.items():
         # Every whole number has the limit INT32, which is not worth a word.
         if name in schema and schema[name] != INT32:
-            words.append(f"{limit} {schema[name]:.12g}")
+            words.append(f"{limit} {schema[name]:.12g}")  # without ".0" of a float
     return ", ".join(words)

@@ -2,7 +2,7 @@
 
 Its input is a line of JSON: the run's `settings`, and the config files that the driver executed.
 Its output is a line of JSON: the values of `model.base_dtype` and `model.remat` with which a worker
-fits.
+fits. *Remat* stands for rematerialised: the backward pass computes activations of layers again.
 """
 
 import json
@@ -35,6 +35,7 @@ def main() -> int:
         ensemble = settings.ensemble.model_copy(update={"num_trainers": 1, "num_workers": 1})
         settings = settings.model_copy(update={"ensemble": ensemble})
         use_compilation_cache()  # the learner then finds the programs that are compiled here
+        # The first values with which a worker's memory suffices; it is an error if none do.
         settings, choice = fitting_choice(settings, here())
         choice.programs.close()  # only the choice is needed
     except UserError as error:

@@ -64,7 +64,8 @@ def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
     """Read the recorded config of a named run; return its folder, and the config.
 
     Sets `options.workdir` to the folder, so that the run is resumed there. Raises ConfigError if
-    `--size` or another `--workdir` is given.
+    `--size` or another `--workdir` is given, `fit` made the run, or an entry that it needs in a
+    table is not defined. Raises CheckpointError if the record cannot be read.
     """
     from adloco_jax.run.kept.folder import recorded_config
 
@@ -81,7 +82,8 @@ def _recorded(options: argparse.Namespace) -> tuple[Path, ConfigDict]:
 def train(options: argparse.Namespace, command: str) -> None:
     """Train a run, or resume it; a finished one has only its table and report made again.
 
-    `command` is the command line, which the run records.
+    `command` is the command line, which the run records. Raises a UserError if the config, the data
+    or the run's folder cannot be used, or training ends with such an error.
     """
     path, settings = configure(options)
     _connect(options, needs_folder=True)
@@ -103,7 +105,8 @@ def train(options: argparse.Namespace, command: str) -> None:
             print(f"{complete}: a finished run of this command; {folder} starts anew")
 
     accept_config_change = options.accept_config_change
-    # What fails in one process is raised in all by `run_on_all`, so that none waits for ever.
+    # `completed` finds what the config leaves unset, such as sizes of a checkpoint. What fails in
+    # one process is raised in all by `run_on_all`, so that none waits for ever.
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
     # Lines on damaged checkpoints of a finished run; None if the run is not finished. All processes
@@ -126,14 +129,16 @@ def train(options: argparse.Namespace, command: str) -> None:
         print(f"{folder}: already finished; nothing was trained")
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
-        report.conclude(folder)
+        report.conclude(folder)  # the table and the report
     processes.barrier("the report is written")  # no process ends while process 0 still writes
 
 
 def plan(options: argparse.Namespace, command: str) -> None:
     """Print the plan of a run: its memory and communication, and a round's seconds over a link.
 
-    With `--device` the plan is for devices that are not here, and no rows are prepared.
+    With `--device` the plan is for devices that are not here, and no rows are prepared. Raises
+    ConfigError if options or the config have faults, DataError if the data cannot be used, and
+    ResourceError if the run does not fit the devices.
     """
     if options.save is not None and not options.device:
         raise ConfigError("--save: saves a plan for devices; add --device KINDxN")
@@ -183,7 +188,11 @@ def _plan_devices(options: argparse.Namespace) -> None:
 
 
 def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
-    """Print the seconds of a round over slow links, if a link is named."""
+    """Print the seconds of a round over slow links, if `--link` or the config names a link.
+
+    There is a site for each worker unless `--sites` says how many. Raises ConfigError for fewer
+    than two sites, or if `--tokens-per-s` is not above 0.
+    """
     link = options.link or settings.engine.link
     if not link:
         return
@@ -208,7 +217,8 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
     """Connect the processes of a run, if the command line names several; then check the devices.
 
     `needs_folder`: several processes must be given the run's folder, which each would else name by
-    its own clock.
+    its own clock. Raises ConfigError if this folder or a part of the address is missing, or JAX
+    cannot use the devices, and ResourceError if the processes cannot be connected.
     """
     address = (options.coordinator, options.num_processes, options.process_id)
     if options.distributed or any(value is not None for value in address):

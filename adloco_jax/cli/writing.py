@@ -32,12 +32,18 @@ class Writer:
 
 
 def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) -> Writer:
-    """Load a model from a folder in Hugging Face layout; raise ConfigError if it is no Llama."""
+    """Load a model, with its tokenizer, from a folder in Hugging Face layout or the hub.
+
+    The other arguments are the options of sampling, as in `Writer`. Raises ConfigError if it is no
+    Llama, or the hub has no such model; DataError if there is no such folder, or a file is damaged;
+    ResourceError if the hub does not answer.
+    """
     # Frozen weights of an adapter are held in the dtype with which the adapter was trained.
     loaded = hf.load(folder, as_trained=True, key="model")
     network = loaded.network
     if loaded.base is not None:
         # Layers are by default run as a scan over stacked weights, and frozen ones are not stacked.
+        # `layer_form` says how they are run on this machine instead.
         network = network.clone(layer_form=layer_form(here()))
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{folder}: a {type(network).__name__} writes no text")
@@ -48,6 +54,7 @@ def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) 
         params=loaded.params,
         base=loaded.base,
         tokenizer=tokenizer,
+        # Those that files of the model name, and those that the tokenizer knows.
         ends=frozenset({*loaded.ends, *tokenizer.ends}),
         num_tokens=num_tokens,
         temperature=temperature,
@@ -76,6 +83,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
     """Print `num_samples` answers to each question by the tokenizer's chat template.
 
     The chat goes on: the model reads all earlier questions, each with the last of its answers.
+    Raises ConfigError, which names `--chat`, if the chat is too long for the model.
     """
     tokenizer = writer.tokenizer
     assert tokenizer.render is not None, "the caller has looked for a chat template"
@@ -86,7 +94,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
         # The text of all turns, until where an answer begins.
         chat_text = tokenizer.render(turns, prompts=True)
         (ids,) = tokenizer.encode_batch([chat_text])
-        prompt = list(ids) or [tokenizer.eot_id]
+        prompt = list(ids) or [tokenizer.eot_id]  # a model needs a token to begin with
         samples = _continued(writer, prompt, num_samples, ends, option="--chat")
         answers = [tokenizer.decode(ids[len(prompt) :]) for ids in samples]
         _print_texts(answers)
@@ -149,7 +157,7 @@ def _continued(
 
 
 def _print_texts(texts: Sequence[str]) -> None:
-    """Print texts; of several, each below a line with its number."""
+    """Print texts; if there are several, each below a line with its number."""
     for number, text in enumerate(texts, start=1):
         if len(texts) > 1:
             print(f"-- sample {number} of {len(texts)} ".ljust(72, "-"))

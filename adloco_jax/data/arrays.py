@@ -184,6 +184,6 @@ def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
 
     So the bytes of equal rows are equal, and with them their hashes, on every machine.
     """
-    step = max(1, _CHUNK_TOKENS // rows.shape[1])
+    step = max(1, _CHUNK_TOKENS // rows.shape[1])  # rows at a time; one if rows are very long
     for start in range(0, len(rows), step):
         yield np.ascontiguousarray(rows[start : start + step], "<i4")

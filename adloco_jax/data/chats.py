@@ -568,7 +568,8 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
         marked.append(turn)
 
     # The pieces end behind each content; the last is what follows the last content. Together they
-    # are the text of the chat, if the marks change nothing else.
+    # are the text of the chat, if the marks change nothing else. An end of text that the template
+    # did not write may follow in `text` (`_rendered`).
     pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
     if not text.startswith("".join(pieces)) or len(pieces) != has_mark.count(True) + 1:
         return None

@@ -241,7 +241,7 @@ def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
     """Return the smallest dtype that holds all token ids; int32 for rows of labelled texts."""
     if labelled:
         return np.dtype(np.int32)
-    return np.min_scalar_type(max(vocab_size - 1, 0))
+    return np.min_scalar_type(max(vocab_size - 1, 0))  # a damaged manifest may say 0 ids
 
 
 def is_prepared(path: str | Path) -> bool:

@@ -102,7 +102,7 @@ class DataSource:
 
     Attributes:
       documents: `documents(file, data)` yields the content of one file in a fixed order: texts, or
-        `Record`s whose column `data.text_column` is the text. `data` is the config's group. If
+        a `Record` whose column `data.text_column` is the text. `data` is the config's group. If
         `needs` lacks `path`, it is called once, with None for the file.
       needs: Which of `path` and `text_column` must not be empty. A source that does not need
         `path` reads no files.

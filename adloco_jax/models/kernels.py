@@ -70,7 +70,7 @@ def attend(
     B, H, L, K = q_BHLK.shape
     G = k_BGLK.shape[1]
     q_BGrLK = q_BHLK.reshape(B, G, H // G, L, K)
-    block_length = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)
+    block_length = max(math.ceil(L / _NUM_BLOCKS), _MIN_BLOCK)  # short sequences: fewer blocks
     blocks = []
     for start in range(0, L, block_length):
         end = min(start + block_length, L)  # no query of the block sees a key from here on
