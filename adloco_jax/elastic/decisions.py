@@ -93,6 +93,7 @@ class LearnerRecord:
         """
         self.sent_s = now_s
         due_s = now_s + SLOW * max(heartbeat_s, self.predicted_s(sequences))
+        # A learner may still be at work on an earlier request.
         if self.due_s is None or self.due_s < due_s:
             self.due_s = due_s
 

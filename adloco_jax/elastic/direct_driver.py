@@ -1,7 +1,9 @@
 """A run that learners reach directly over iroh: its driver's key, ticket and objects.
 
 The folder `learners` of the run has the endpoint's secret key, its ticket and `run.json`, so that a
-driver that is started again is the same for learners. `direct` says what an endpoint is.
+driver that is started again is the same for learners. An endpoint is one side's socket in iroh; its
+id is its public key. A ticket is the text with which learners find the driver's endpoint. A relay
+is a server that passes packets on between computers that cannot reach each other.
 """
 
 import asyncio
@@ -53,7 +55,8 @@ class RunObjects(Memory):
     def __init__(self, folder: Path):
         """Begin with the `run.json` that the last driver has left in the folder, if there is one.
 
-        Learners are told that this driver has ended, as no two can have one key.
+        That driver is taken to have ended, and learners are told so: two endpoints cannot have one
+        key at the same time. A `run.json` that is damaged is kept, for whoever reads it to refuse.
         """
         super().__init__(str(folder))
         self._library = Library({})
@@ -72,7 +75,10 @@ class RunObjects(Memory):
         self._library = library
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none."""
+        """Return the size of an object and its pieces, or None if there is none.
+
+        Names that begin with `files/` are those of the library.
+        """
         if not name.startswith("files/"):
             return super().get(name)
         return self._library.get(name)
@@ -146,7 +152,8 @@ def connected(
 ) -> Iterator[BucketTransport]:
     """Serve the run's objects to learners with its ticket, which is printed.
 
-    Raises ConfigError or ResourceError if the port or the relay cannot be used.
+    Raises ResourceError if the port cannot be used, ConfigError if the folder has the `run.json` of
+    another run, or a ticket that cannot be read.
 
     Args:
       address: `engine.address`, which is also in the settings.
@@ -157,7 +164,7 @@ def connected(
     import iroh
 
     engine = given.settings.engine
-    folder = Path(given.log).parent
+    folder = Path(given.log).parent  # `learners` in the run's folder
     folder.mkdir(parents=True, exist_ok=True)
     key = secret_file(folder / "endpoint.key", new_key)
     endpoint, ticket = direct.wait_for(_open(key, engine, folder / "ticket"))
@@ -169,7 +176,7 @@ def connected(
         members = {*engine.members, own_id}
     objects = RunObjects(folder)
     server = Server(objects, ticket.secret, members, most_bytes=_most_bytes(given), own_id=own_id)
-    direct.begin(server.accept(endpoint))
+    direct.begin(server.accept(endpoint))  # until the endpoint is closed
 
     invitation = f"to join from another computer: adloco join {ticket}"
     if given.by_fit:
@@ -188,8 +195,9 @@ def connected(
 async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ticket]:
     """Open the driver's endpoint, and write its ticket to the file at `path`; return both.
 
-    The ports of IPv4 and of IPv6 are that of `engine.address`, else those of the ticket of an
-    earlier start, else any that are free. Raises ResourceError if one cannot be used.
+    `key` is the endpoint's secret key. The ports of IPv4 and of IPv6 are that of `engine.address`,
+    else those of the ticket of an earlier start, else any that are free. Raises ResourceError if
+    one cannot be used, ConfigError if the earlier ticket cannot be read.
     """
     import iroh
 
@@ -202,6 +210,7 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
     port = ports.get(4, 0)  # 0: any that is free
     port_v6 = ports.get(6, 0)
 
+    # Tried for a while, as an earlier run of this process may not have freed its port yet.
     until_s = time.monotonic() + _FREE_S
     while True:
         try:
@@ -227,7 +236,7 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
     addresses = _reachable(place.direct_addresses())
     if engine.address:
         addresses.insert(0, engine.address)
-    if not addresses:
+    if not addresses:  # no network: only this computer reaches it
         _, _, bound_port = endpoint.bound_sockets()[0].rpartition(":")
         addresses = [f"127.0.0.1:{bound_port}"]
 
@@ -281,16 +290,20 @@ def _most_bytes(given: LearnerSetup) -> int:
     state_bytes = array_bytes(state_form(spec))
     difference_bytes = _DIFFERENCE_BYTES * spec.num_params
     num_workers = given.settings.ensemble.num_workers
+    # `()` has no arrays: what an object may have besides.
     return bucket.max_object_bytes(()) + num_workers * max(difference_bytes, state_bytes)
 
 
 async def _close(endpoint: Any, server: Server) -> None:
-    """Close the endpoint, once learners have had time to see that the driver has ended."""
+    """Close the endpoint, once learners have had time to see that the driver has ended.
+
+    They close their connections then. After a signal they have less time.
+    """
     patience_s = _LAST_S
     if processes.is_asked_to_stop():
         patience_s = store.LAST_S
     until_s = time.monotonic() + patience_s
     while server.num_connections and time.monotonic() < until_s:
         await asyncio.sleep(_LOOK_S)
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError):  # the process goes on, or ends, without it
         await asyncio.wait_for(endpoint.close(), store.LAST_S)

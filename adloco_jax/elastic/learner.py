@@ -6,6 +6,10 @@ does not count, the driver asks for the same rows again.
 `M` is the axis of trainers and `R` that of workers, both of length one here. `S` is the axis of
 updates, `T` that of micro-batches, `B` that of sequences and `L` that of their tokens. An inner
 state without a letter is that of one worker, in NumPy and without axis R.
+
+A learner has a place in a run: its number, and its incarnation, which counts the learners that had
+the number before. A stall is the time in which a round waits for compilation. Programs run an
+ensemble, which has trainers and their workers; here it has one of each.
 """
 
 import dataclasses
@@ -133,10 +137,11 @@ class Learner:
             settings, num_classes=class_count(settings.model), commit=setup.commit
         )
 
-        steps = settings.inner.steps_per_round
+        steps = settings.inner.steps_per_round  # the most updates of a worker in a round
         spec = dataclasses.replace(
             setup.spec,
             machine=machine,
+            # A call of the program makes one part of a round, as a slow learner makes only some.
             num_micro_batches=steps // num_parts(steps, settings.engine),
             sequential=machine.platform == "cpu",
             examples_per_pass=examples_per_pass(
@@ -247,6 +252,7 @@ class Learner:
         uploading_s = self.uploading_s
         downloading_s = self.downloading_s
         since_s = time.monotonic() - self._free_s
+        # Not negative: the three were measured one by one.
         waiting_s = max(since_s - uploading_s - downloading_s, 0.0)
 
         params_M = self._present_params(request, params)
@@ -294,6 +300,11 @@ class Learner:
           work: The worker's part of it.
           inputs: Learning rates, and the inner states that this learner lacked.
           params_M: The trainer's parameters, with which the round begins.
+
+        Raises:
+          Refused: If the worker's inner state is not here.
+          JaxRuntimeError: If memory does not suffice even for micro-batches of one sequence, or for
+            another fault of a device.
         """
         wanted = request.micro_batch_size
         while True:
@@ -306,6 +317,7 @@ class Learner:
             )
             group = Group((request.trainer,), (1,), plan=plan)  # this worker alone
             try:
+                # One sequence is tried even if it may not fit, as nothing is smaller.
                 if size == 1 or self._fits(group):
                     return self._run_group(group, request, work, inputs, params_M)
             except jax.errors.JaxRuntimeError as error:
@@ -334,9 +346,15 @@ class Learner:
     ) -> Response:
         """Run a worker's round in the group's micro-batches, and keep its inner state.
 
-        `group` has this worker alone, and a plan whose micro-batches may be parts of the driver's.
-        The other arguments are those of `_run_worker`. Gradient statistics are measured at
-        `params_M`, with which the round begins.
+        Gradient statistics are measured at `params_M`. Raises Refused if the worker's inner state
+        is not here, and JaxRuntimeError if memory does not suffice.
+
+        Args:
+          group: This worker alone, with a plan whose micro-batches may be parts of the driver's.
+          request: The round of the worker's trainer.
+          work: The worker's part of it.
+          inputs: Learning rates, and the inner states that this learner lacked.
+          params_M: The trainer's parameters, with which the round begins.
         """
         spec = self.spec
         plan = group.plan
@@ -362,7 +380,7 @@ class Learner:
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
         parts = request.micro_batch_size // plan.micro_batch_size
         rate_TR = inputs.rate_T.repeat(parts)[:, None]
-        reads_R3 = np.array([key], np.int32)
+        reads_R3 = np.array([key], np.int32)  # which rows are read; random keys are made from it
         calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)
         # `measured` has the losses and skipped updates of each call.
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
@@ -395,7 +413,7 @@ class Learner:
             loss_SR=loss_SR,
             skipped_SR=skipped_SR,
             stats_R=stats_R,
-            seconds=np.array(max(seconds, 0.0)),
+            seconds=np.array(max(seconds, 0.0)),  # rounding may make it a little negative
         )
 
     def _keep_state(self, key: StateKey, inputs: Inputs) -> None:
@@ -544,8 +562,9 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
     stats_R = None
     if work.num_tested:
         one_number = _array(np.float32, 1)
+        # Each field of the statistics has one number for this worker.
         names = [field.name for field in dataclasses.fields(GradientStats)]
-        stats_R = GradientStats(**dict.fromkeys(names, one_number))  # the same for each field
+        stats_R = GradientStats(**dict.fromkeys(names, one_number))
     return Response(
         differences=differences,
         loss_SR=_array(float, work.num_updates, 1),

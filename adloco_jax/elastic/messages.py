@@ -1,6 +1,8 @@
 """What driver and learners tell each other: the JSON of a bucket's objects, and responses on Ray.
 
-What a process says is compared with what it was asked, before it is used.
+What a process says is compared with what it was asked, before it is used. A form is a tree of
+`jax.ShapeDtypeStruct`: the shapes and types that arrays must have. A learner's incarnation counts
+how often it was restarted.
 """
 
 import hashlib

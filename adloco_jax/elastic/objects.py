@@ -139,7 +139,7 @@ class Bucket:
                 )
             self._folder = folder.resolve()
         try:
-            if self._folder is not None:
+            if self._folder is not None:  # only a server has options for retries and deadlines
                 self._store: Any = from_url(url, mkdir=True)
             else:
                 self._store = from_url(url, retry_config=_retry(), client_options=_client())
@@ -147,7 +147,11 @@ class Bucket:
             raise ConfigError(f"{url}: {first_line(error)}") from error
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none."""
+        """Return the size of an object and its pieces, or None if there is none.
+
+        Raises Refused if its file is a link, Denied if it may not be read or there is no bucket,
+        Busy if the server asks for another try, and other errors of obstore as they are.
+        """
         self._refuse_link(name, Refused)
         with explained():
             try:
@@ -164,14 +168,22 @@ class Bucket:
             yield from response.stream(min_chunk_size=REQUEST_BYTES)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object, or replace it.
+
+        Raises ConfigError if its file is a link, Denied if it may not be written, Busy if the
+        server asks for another try, and other errors of obstore as they are.
+        """
         self._refuse_link(name, ConfigError)
         with explained():
             # More pieces at a time would each take longer than a client waits on a slow link.
             self._store.put(name, data, chunk_size=REQUEST_BYTES, max_concurrency=2)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether this call has written it."""
+        """Write an object unless there is one; return whether this call has written it.
+
+        Raises ConfigError if its file is a link, Denied if it may not be written, Busy if the
+        server asks for another try, and other errors of obstore as they are.
+        """
         from obstore.exceptions import AlreadyExistsError
 
         self._refuse_link(name, ConfigError)

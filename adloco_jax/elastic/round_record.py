@@ -1,7 +1,9 @@
 """The driver's record of a round in learners: which responses have come, and which count.
 
 A response is of one worker; a learner sends one for each worker that it runs. `S` is the axis of
-updates, `R` that of workers, which has length one in a response.
+updates, `R` that of workers, which has length one in a response. A response counts if it is part of
+the outer update. A difference is clipped if it is scaled down because it is much larger than usual.
+An update is skipped if its loss or gradient is not finite.
 """
 
 import math
@@ -105,9 +107,10 @@ class RoundRecord:
         for worker_id, response in self.counted.items():
             norm = self.norms[worker_id]
             if norm > 0:
-                per_update[worker_id] = norm / len(response.skipped_SR)
+                per_update[worker_id] = norm / len(response.skipped_SR)  # by its updates
 
-        of_learner: dict[int, float] = {}  # one norm each, however many workers it runs
+        # One norm for each learner, so that one with many workers does not decide what is usual.
+        of_learner: dict[int, float] = {}
         for worker_id, norm in per_update.items():
             number = self.senders[worker_id].number
             of_learner[number] = max(norm, of_learner.get(number, 0.0))

@@ -3,7 +3,9 @@
 Nobody passes the first message without the run's secret. A learner is known by its key: `peer` is
 its public key as text, the id of its endpoint. It may read what is meant for all or for it, and
 write and delete only in the place that it has taken. A place is a `RequestId` whose request is 0; a
-`part` is the first folder of a name: learners (heartbeats), requests or responses.
+`part` is the first folder of a name: learners (heartbeats), requests or responses. A stranger is a
+connection that has not said the secret yet. A stream carries one request of a learner, a
+`Question`, and its `Answer`; each may be followed by the bytes of an object, its body.
 """
 
 import asyncio
@@ -123,7 +125,10 @@ class _Room:
             return
 
         def fits() -> bool:
-            """Whether there is room for the object, both the learner's own and the shared one."""
+            """Whether there is room for the object, both the learner's own and the shared one.
+
+            Where nothing is held, an object of any size fits: it would wait for ever otherwise.
+            """
             own = self._held.get(peer, 0)
             has_own = own == 0 or own + num_bytes <= self._most_bytes
             has_shared = self._copied == 0 or self._copied + copied <= 2 * self._most_bytes
@@ -229,8 +234,8 @@ class Server:
             return
         if not is_let_in:
             self._turn_away()
-            await asyncio.sleep(_CLOSING_S)
-            connection.close(1, b"not let in")
+            await asyncio.sleep(_CLOSING_S)  # the answer is on its way, and closing would lose it
+            connection.close(1, b"not let in")  # 1: a code that nobody reads
             return
 
         peer = str(connection.remote_id())
@@ -248,7 +253,10 @@ class Server:
                 del self._connections[peer]
 
     async def _greet(self, connection: Any) -> bool:
-        """Read the first message of a connection, answer it, and return whether to let it in."""
+        """Read the first message of a connection, answer it, and return whether to let it in.
+
+        Raises IrohError if the connection fails, Refused if the message is no `Question`.
+        """
         stream = await connection.accept_bi()
         hello = await read_message(stream.recv(), Question)
         peer = str(connection.remote_id())
@@ -304,7 +312,9 @@ class Server:
                     stream = await connection.accept_bi()
             except OSError:
                 return
-            if num_open >= 2 * _MOST_STREAMS:  # more than it may open
+            # iroh lets a learner have `_MOST_STREAMS`. Here a stream counts until its answer has
+            # ended, so there may be more for a moment, but not twice as many.
+            if num_open >= 2 * _MOST_STREAMS:
                 self._note(peer, "opened too many streams")
                 connection.close(2, b"too many streams")
                 return
@@ -313,7 +323,9 @@ class Server:
     async def _answer(self, stream: Any, peer: str) -> None:
         """Do what a learner asks in a stream, if it may, and answer.
 
-        `stream` is one of iroh, with a sending and a receiving end.
+        `stream` is one of iroh, with a sending and a receiving end; `peer` is the learner's id.
+        Raises IrohError, TimeoutError or Refused if there is no request, or its bytes do not come
+        or go.
         """
         recv = stream.recv()
         question = await asyncio.wait_for(read_message(recv, Question), _HELLO_S)
@@ -373,6 +385,7 @@ class Server:
             raise _Turned("refused", "not its place")
 
         if part == "responses" and do == "put":
+            # Without the request nobody waits for the response.
             if self._objects.get(name.replace("responses/", "requests/")) is None:
                 raise _Turned("gone")
             return self._most_bytes
@@ -414,7 +427,7 @@ class Server:
             self._owners[place] = peer
         elif question.do == "put":
             self._objects.put(name, body)
-        elif question.do == "delete":
+        elif question.do == "delete":  # done, too, if it is not there
             with contextlib.suppress(KeyError):
                 self._objects.delete(name)
         return Answer(status="done"), nothing

@@ -174,6 +174,7 @@ class InnerStates:
             return
         inner_R = jax.device_get(inner_R)
         self._here = {}
+        # `reads()` has a state's key for each worker, in the order of axis R.
         for position, key in enumerate(state.control.reads()):
             _, worker_id, _ = key
             own = jax.tree.map(lambda leaf, at=position: leaf[at], inner_R)

@@ -118,7 +118,11 @@ TRANSPORTS: dict[str, TransportEntry] = {
 
 
 def check_engine(settings: Settings, folder: Path) -> None:
-    """Raise UserError if there is no such engine, or the learners it needs cannot be reached."""
+    """Raise UserError if there is no such engine, or the learners it needs cannot be reached.
+
+    It is ConfigError for an unknown `engine.kind`, or several processes; otherwise what the check
+    of the transport raises. `folder` is the run's.
+    """
     kind = settings.engine.kind
     require_known_engine(kind)
     if kind == "local":
