@@ -209,7 +209,7 @@ class ModelSettings(SettingsGroup):
     checkpoint: Annotated[str, RECORDED] = ""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about the architecture."""
+        """Yield the broken rules about the architecture: keys, and what to do."""
         # A rule: names of options, whether their values go together (a function), and what to do.
         for names, holds, need in tables["ARCHITECTURES"][self.arch].rules:
             values = [getattr(self, name) for name in names]
@@ -287,7 +287,7 @@ class DataSettings(SettingsGroup):
         return self.is_chat or self.attention == "document"
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about the source."""
+        """Yield the broken rules about the source: keys, and what to do."""
         # `needs` names the options that the source needs, and `refuses` those that must keep their
         # default, each with the reason.
         source = tables["DATA_SOURCES"][self.source]
@@ -332,7 +332,7 @@ class EnsembleSettings(SettingsGroup):
         return even_sizes(self.num_trainers, num_workers)
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about numbers of workers."""
+        """Yield the broken rules about numbers of workers: keys, and what to do."""
         first = self.initial_workers
         if self.num_workers < self.num_trainers:
             yield "num_workers num_trainers", "each trainer needs a worker; raise the first"
@@ -378,7 +378,7 @@ class InnerSettings(SettingsGroup):
     """What a new round does with the moments of the workers' optimizer; AdLoCo's code: reset."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about rounds, rate and optimizer."""
+        """Yield the broken rules about rounds, rate and optimizer: keys, and what to do."""
         if self.max_steps_per_round and self.max_steps_per_round % self.steps_per_round:
             yield "max_steps_per_round steps_per_round", "the first must be a multiple; change it"
         if self.schedule == "constant" and self.final_lr_frac > 0:
@@ -427,7 +427,7 @@ class OuterSettings(SettingsGroup):
         return self.fragments > 1 or self.mixing > 0
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about fragments."""
+        """Yield the broken rules about fragments: keys, and what to do."""
         if self.fragments > 1 and (self.tx == "adamw" or self.aggregator != "mean"):
             yield "fragments tx aggregator", "fragments need the mean, not adamw; set fragments=1"
         if self.mixing > 0 and not self.own_params:
@@ -481,7 +481,7 @@ class BatchingSettings(SettingsGroup):
     """Schedule of test=ramp: pairs (first round, batch), such as ((0, 4), (10, 8))."""
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about growth, micro-batches and the schedule of batches."""
+        """Yield the broken rules about growth and sizes of batches: keys, and what to do."""
         first = self.initial_batch_size
         largest = self.max_batch_size
         cap = self.batch_cap
@@ -613,7 +613,7 @@ class EngineSettings(SettingsGroup):
         return self.serves_files
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about learners."""
+        """Yield the broken rules about learners: keys, and what to do."""
         fields = type(self).model_fields.items()
         changed = [name for name, field in fields if getattr(self, name) != field.default]
         if self.kind == "local" and changed:  # `kind` has its default, and is not in `changed`
@@ -758,7 +758,7 @@ class Config(SettingsGroup):
         )
 
     def broken_rules(self, tables: Tables) -> Iterator[Rule]:
-        """Find the broken rules about options of several groups; their keys name the group."""
+        """Yield the broken rules about options of several groups; their keys name the group."""
         inner = self.inner
         outer = self.outer
         workers = self.ensemble

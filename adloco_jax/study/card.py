@@ -37,7 +37,8 @@ def write(
     """
     events = curves.read_run(workdir).events
     if round is not None:
-        # An `end` line has `rounds`; lines on the whole run have neither.
+        # Without the lines of later rounds. An `end` line has `rounds` in place of `round`. A line
+        # without either is not about a round, and is kept.
         events = [e for e in events if e.get("round", e.get("rounds", 0)) <= round]
     run = curves.RunRecord(workdir, events)
     config = run.start["config"]

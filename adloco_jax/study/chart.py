@@ -127,8 +127,8 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     if whole:
-        sizes = [size for size in sizes if size % 1 == 0] or [1.0]
-    for step in sizes:
+        sizes = [size for size in sizes if size % 1 == 0] or [1.0]  # 1 if all are below it
+    for step in sizes:  # the first with few enough ticks
         # The first and the last multiple; a tick at an end counts in spite of rounding.
         first = math.ceil(low / step - 1e-9)
         last = math.floor(high / step + 1e-9)

@@ -59,7 +59,10 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """Return the points of a trainer (an id), or of the consensus model or trainers' mean."""
+        """Return the points of a trainer (an id) of a run.
+
+        None: those of the consensus model, or of training losses the trainers' mean.
+        """
         if heldout:
             who = "consensus" if trainer is None else trainer
             return curves.heldout_points(run.events, trainer=who)

@@ -54,7 +54,7 @@ def life(run: RunRecord) -> str:
         height=lane_px * len(order),
         left=[(middles[trainer], str(trainer)) for trainer in order[::every]],
         y_label="trainer",
-        classes=" life",  # follows another class
+        classes=" life",  # with a space, because it is appended to other classes
     )
     text = "The trainers. Number and thickness: sequences of an update, of workers that counted."
     if merged:
@@ -210,7 +210,7 @@ def rounds(run: RunRecord) -> str:
         all_y = []
         for name, dashes in fields.items():
             for trainer, events in by_trainer.items():
-                values = []
+                values = []  # of the field, a value for each round
                 for e in events:
                     value = e.get(name)
                     if name == "effective":

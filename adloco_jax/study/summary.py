@@ -182,12 +182,13 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 def goodput(events: Sequence[dict]) -> float | None:
     """Return how much of the learners' time gave updates that counted, from 0 to about 1.
 
-    It is the number of tokens that counted, over those that all learners could have trained on
-    while they were up: the seconds up times the rate.
-    Seconds up are summed over all learners, from their start until their end (`up_s`). The rate is
-    a learner's tokens per second in calm rounds: every worker counted, and no learner joined, left,
-    was lost, late, clipped, rejected or refused. A trainer's first round, which compiles, is not
-    calm. None: without learners or a calm round.
+    It is the number of tokens that counted, over the number that the learners could have trained on
+    while they were up. The latter is the seconds that they were up times the rate of one of them.
+
+    The seconds (`up_s`) are those from a learner's start until its end, summed over all learners.
+    The rate is a learner's tokens per second in calm rounds. In these every worker counted, and no
+    learner joined, left, was lost, late, clipped, rejected or refused. A trainer's first round,
+    which compiles, is not calm. Returns None without learners or without a calm round.
     """
     # Sums over all rounds, and over calm rounds.
     tokens = 0

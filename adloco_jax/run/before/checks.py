@@ -168,7 +168,8 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     # Parameters, their labels, and optimizers.
     params = _checked_params("init_fn" if model.params is None else "params", model.init_fn)
     labels = labeller(settings.model.arch, model.label_params)
-    parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)  # raises
+    # Raises ConfigError for a parameter whose label is needed and not known.
+    parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)
     inner_tx = model.inner_tx
     if inner_tx is None:  # the config may name an optimizer that the user has added to the table
         inner_tx = inner_transform(settings.inner, labels)
@@ -314,7 +315,8 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
         before = jax.eval_shape(tx.init, params)
     _check_leaves(f"{name}: its state", before)
     with own_code(f"{name}: given gradients, state and parameters"):
-        # The parameters stand for gradients, which have their shapes.
+        # The parameters stand for gradients, which have their shapes. The update is wrapped as in a
+        # run, where optimizers that take further arguments are allowed.
         _, after = jax.eval_shape(optax.with_extra_args_support(tx).update, params, before, params)
     is_same = jax.tree.structure(before) == jax.tree.structure(after)
     if not is_same or shapes(before) != shapes(after):

@@ -58,7 +58,7 @@ def run_header(
     if spec.base is not None:
         held = model.base_dtype or "bfloat16 if they fit, else nf4"
         beside = f"{num_values(spec.base):,} frozen ones ({held}) {weights}"
-        sent = in_bytes(spec.sync_bytes * outer.fragments)
+        sent = in_bytes(spec.sync_bytes * outer.fragments)  # `sync_bytes` are of one fragment
         weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
         weights += f"; a worker sends {sent} a round"
     attention = f"attention by {spec.attention}"
@@ -135,8 +135,9 @@ def _ends(last_round: float, tokens: int | None, epochs: float | None) -> str:
 def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | None) -> list[str]:
     """Describe how often a run reads its rows, and how long it takes at least.
 
-    `tokens_per_s` is a bound, or NaN; `num_heldout`, the rows of the reported loss, if known. A
-    line each is about too few updates, rows that are read too often, and too few held-out rows.
+    `tokens_per_s` is the speed at the peak of the devices, NaN if it is not known; `num_heldout`
+    the number of rows of the reported loss, None if it is not known. A run with too few updates,
+    with rows that are read too often, or with too few held-out rows has a line more for each.
     """
     # Tokens until the run ends, if its rounds stay as the first; infinite if nothing ends it.
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
@@ -238,6 +239,7 @@ def _fragments(spec: ProgramSpec) -> list[str]:
     if not outer.own_params:
         return []
     delay = outer.delay_updates
+    # `num_micro_batches`: from one fragment's synchronisation to the next one's.
     arrival = f"arrives {counted(delay, 'update')} later" if delay else "is waited for"
     return [
         f"fragments: {outer.fragments}, one every {counted(spec.num_micro_batches, 'update')},"

@@ -116,8 +116,10 @@ def plan(
 def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], dict]:
     """Compile a run's programs for named devices; report in Markdown lines and as JSON.
 
-    In the JSON, `fits` is False if the run does not fit. Data and weights are not read. ConfigError
-    if the config is invalid, or the devices or their compiler are not there.
+    In the JSON, `fits` is False if the run does not fit. Data and weights are not read. Raises
+    ConfigError if the config is invalid, there is no such checkpoint, or the devices or their
+    compiler are not there; DataError if the checkpoint is damaged; ResourceError if the hub that
+    has it does not answer.
     """
     start_s = time.perf_counter()
     settings = validate(config)
@@ -403,7 +405,8 @@ def described(name: str) -> Machine:
     arrangement = _KINDS[kind].arrangements[count]  # such as "2x2"
     try:
         if gpu:
-            # The compiler plans for a share of the stated memory, a run for another.
+            # The compiler plans for the share `_PLANNED` of the stated memory, a run for the share
+            # `TAKEN` of the device's. So the memory is stated with which both plan for the same.
             config = _GPU.format(**gpu, memory=int(num_bytes * TAKEN / _PLANNED))
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=config, topology=arrangement

@@ -9,7 +9,7 @@ from adloco_jax.settings import Settings
 
 
 class StateBytesLine(Format):
-    """See `loop.control.StateBytes`."""
+    """Bytes of what is sent of a trainer in a merge, and of a worker that joins (`StateBytes`)."""
 
     params: Count
     outer_state: Count

@@ -179,7 +179,7 @@ def recorded_settings(workdir: Path) -> Settings:
     """
     before = _resumable_record(workdir)
     values = before.config.model_dump()
-    if before.data_commit:
+    if before.data_commit:  # so that the same data are read, wherever the branch leads now
         values["data"]["revision"] = before.data_commit
     return completed(validate(values), workdir)
 

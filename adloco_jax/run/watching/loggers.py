@@ -109,7 +109,7 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
         name=first_start["run"],
         config=newest_start["config"],
         dir=str(workdir),
-        resume="allow",
+        resume="allow",  # W&B continues the run with this id, if it has one
         settings=wandb.Settings(console="off"),  # the terminal's lines are not sent
     ) as run:
         # The axes of the charts: losses within a round by update, all else by round.

@@ -129,7 +129,8 @@ class Recorder:
     def show(self, state: State, boundary: Boundary) -> None:
         """Write a line about the round to the terminal, with the last measured held-out loss.
 
-        Called after rounds of the slowest trainer alone; the speed is over all since the last call.
+        Called after rounds of the slowest trainer alone, with the arguments of an observer. The
+        speed is that of all rounds since the last call.
         """
         control = state.control
         text = describe_round(

@@ -209,6 +209,7 @@ def describe_round(
         batches = [size * accum for size, accum in sizes]
         batch = f"{min(batches)}-{max(batches)}"
     else:
+        # "8x1", without accumulation, is written as "8".
         batch = " ".join(f"{size}x{accum}".removesuffix("x1") for size, accum in sorted(sizes))
     return f"{loss}, trainers {trainers}, workers {counted_of_pool}, batch {batch}"
 
