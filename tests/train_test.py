@@ -473,7 +473,7 @@ def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monke
     def program(number):
         return "first", Result(number)
 
-    program.input_shardings = [(None,)]
+    program.input_shardings = ((None,), {})  # of positional arguments, and of keywords
     monkeypatch.setattr(Programs, "_compile", lambda *_, **__: program)
     programs = Programs(None)
     for number in range(20):
