@@ -184,7 +184,7 @@ def driving(
 
     Raises:
       ConfigError: If the store holds another run, or has a driver that is alive.
-      ResourceError: If the store cannot be reached; at the end of the block likewise.
+      ResourceError: If the store cannot be reached, at the beginning or at the end of the block.
     """
     folder = Path(setup.log).parent  # `learners` in the run's folder
     heartbeat_s = setup.settings.engine.heartbeat_s

@@ -122,7 +122,7 @@ def read_run(bucket: Store) -> RunDescription | None:
                 break  # the signal has ended the read
             raise
         if not has_told:
-            print(f"{bucket.url}: waiting for a driver", flush=True)
+            print(f"{bucket.url}: waiting for a driver", flush=True)  # once
         has_told = True
         _check_patience(bucket, start_s)
         time.sleep(store.LONGEST_PAUSE_S)
@@ -294,7 +294,10 @@ class BucketLearner:
         return own is not None and own.num_read < self.num_responses
 
     def _next_heartbeat(self) -> LearnerHeartbeat:
-        """Return the next heartbeat, with what the learner says about itself."""
+        """Return the next heartbeat, with what the learner says about itself.
+
+        After a signal it says that the learner wants to leave.
+        """
         self._count += 1
         if processes.is_asked_to_stop():
             self.learner.leaving = True

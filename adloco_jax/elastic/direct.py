@@ -171,7 +171,7 @@ def send_at_once() -> bool:
 
     def write_at_once(self: Any, value: bytes) -> None:
         """Append bytes to the buffer of Rust, `self.rbuf`."""
-        with self._reserve(len(value)):
+        with self._reserve(len(value)):  # makes room for the bytes, and counts them at its end
             start = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value + self.rbuf.len
             ctypes.memmove(start, value, len(value))
 

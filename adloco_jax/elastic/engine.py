@@ -423,7 +423,9 @@ class ElasticEngine:
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
         """Compute in this process the guard losses of trainers, and of merges of several.
 
-        `evaluate.guard_losses` says what `models` holds and what is returned.
+        Each of `models` is a trainer, or a planned merge: it maps ids of trainers to their weights,
+        the representative first. Returns a loss for each on the held-out guard rows, in nats per
+        token, or per row for labelled rows.
         """
         return guard_losses(state, models, self.programs, self.heldout)
 
@@ -437,9 +439,13 @@ class ElasticEngine:
           members: Ids of the trainers that merge, the representative first.
           weights: Their weights in the merge, in the same order.
           after: The host's data after it, which says where each worker belongs then.
+
+        Returns:
+          The ensemble after the merge, with inner states.
         """
+        # Where the members and each trainer's workers are in the ensemble's arrays.
         member_positions, worker_positions = merge_positions(state.control, members, after)
-        for m in members:
+        for m in members:  # whole parameters are sent next, as no outer update makes a merge
             self._params.record_change(m, update=None)
         ensemble = self._states.ensemble_with_states(state, fetches=True)
         weights_n = np.asarray(weights, np.float32)
@@ -447,7 +453,10 @@ class ElasticEngine:
         return replace(merged, ensemble, weights_n, member_positions, worker_positions)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer up to `num_workers`, after fetching the inner states."""
+        """Add workers to a trainer up to `num_workers`, after fetching the inner states.
+
+        `state` has the ensemble and control before. Returns the ensemble with the new workers.
+        """
         (position,) = state.control.positions([trainer])
         ensemble = self._states.ensemble_with_states(state, fetches=True)
         return replace(spawned, ensemble, position, num_workers)

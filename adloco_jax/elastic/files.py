@@ -58,6 +58,8 @@ def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
     weights, if `init_from` (`model.init_from`) names a folder.
     """
     found: dict[tuple[str, str], Path] = {}
+    # Rows are served if they are a file that is mapped into memory, as prepared ones are. Those
+    # that a caller of `fit` gave may be of another class.
     rows = corpus.rows if isinstance(corpus, Corpus) else None
     tokens = rows.tokens if isinstance(rows, DocumentRows) else rows
     if isinstance(tokens, np.memmap) and tokens.filename is not None:
@@ -78,7 +80,10 @@ class Library:
     """The files of a driver, and their pieces by name."""
 
     def __init__(self, paths: Mapping[tuple[str, str], Path]):
-        """Read the files once, to hash them."""
+        """Read the files once, to hash them.
+
+        `paths` has their paths by kind and name, as `files_of` returns them.
+        """
         self.files: list[ServedFile] = []
         self._paths: dict[str, tuple[Path, bytes]] = {}  # by root: the path, and all hashes
         self._sizes: dict[str, int] = {}  # by root, when the file was hashed
@@ -108,7 +113,10 @@ class Library:
         return size, _part_of(path, start, size)
 
     def write_to(self, there: Store) -> None:
-        """Write all pieces to a store that lacks them."""
+        """Write the pieces of each file, and then their hashes, to a store that lacks these.
+
+        Raises ResourceError or ConfigError if the store cannot be read or written.
+        """
         for file in self.files:
             last = f"files/{file.root}/{_HASHES}"
             if there.get(last, limit=_HASH_BYTES * _num_pieces(file)) is not None:
@@ -274,8 +282,9 @@ class _Progress:
 def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, CachedFile]:
     """Return the files of a kind, by name, all in one folder of the user's cache.
 
-    The folder is named by the content of these files, so that other runs with the same ones find
-    it. Pieces are not read yet.
+    `there` is the store in which the driver serves them, and `files` are all that it serves. The
+    folder is named by the content of these files, so that other runs with the same ones find it.
+    Pieces are not read yet. Raises Refused if a file's hashes are missing or damaged.
     """
     wanted = [file for file in files if file.kind == kind]
     roots = sorted(file.root for file in wanted)
@@ -285,7 +294,10 @@ def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, C
 
 
 def served_weights(there: Store, files: Sequence[ServedFile]) -> Path:
-    """Read all files of weights, of which there is one at least; return their folder."""
+    """Read all files of weights, of which there is one at least; return their folder.
+
+    Raises Refused if a piece is missing or damaged, ResourceError if one cannot be read or stored.
+    """
     cached = [*_cached(there, files, WEIGHTS).values()]
     for file in cached:
         file.read()
@@ -342,13 +354,17 @@ class ServedRows:
         self._order = order_of(settings, len(self.rows), where="the driver's rows")
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
-        """Return `count` rows of a worker's stream, as `Corpus.batch` does, once they are here.
+        """Return `count` rows of a worker's stream, after reading from the driver those it lacks.
 
-        `trainer` and `stream` name the worker; `start` is the first row's position in the stream.
+        They are int32 [count, L + 1], or a `RowBatch` if the model separates documents. `trainer`
+        and `stream` name the worker; `start` is the first row's position in the stream. Raises
+        Refused if a piece is missing or damaged, ResourceError if it cannot be read or stored.
         """
+        # The rows' positions among all rows to train on.
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         row_bytes = self._tokens.strides[0]
-        offset = self._file.about.size - self._num_rows * row_bytes  # of the first row
+        # Where the first row begins in the file: after the array's header.
+        offset = self._file.about.size - self._num_rows * row_bytes
         # Positions of the first and the last byte of each row, which may lie in two pieces.
         first_N = offset + np.asarray(index) * row_bytes
         last_N = first_N + row_bytes - 1

@@ -139,7 +139,11 @@ class LearnerPool:
         self._has_started = True
 
     def _wait_for_learners(self) -> None:
-        """Wait until enough learners have joined, as `start_all` says.
+        """Wait until enough learners have joined, or too few have for too long.
+
+        Of processes that the transport starts, all are awaited for `engine.restart_s` seconds; then
+        a quorum, or one, is enough. Of learners that join by themselves, a quorum, or all, is
+        awaited without an end.
 
         Raises ResourceError if too few join, ConfigError if one has other data or versions, and
         Preempted if a signal comes before.
@@ -222,7 +226,8 @@ class LearnerPool:
     def _check_learners(self) -> list[Event]:
         """Start processes that are due, ask for signs of life, and return the losses.
 
-        A learner with a fault, such as a ping without a response for too long, is lost here.
+        A learner with a fault, such as a ping without a response for too long, is lost here. Raises
+        ResourceError if no learner is left.
         """
         rule = self._settings.engine
         restart_s = math.inf  # learners that join by themselves may do so at any time
@@ -429,10 +434,15 @@ class LearnerPool:
     def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Loss:
         """Record the loss of a learner for the ledger, end its process, and plan the next one.
 
-        `cause` says in words why it is lost. `has_run` says that a process which has not joined did
-        run: it has answered. One that has not may have waited for a node; of several such losses in
-        a row with the same cause only the first is told. Raises ResourceError if no learner is
-        left: no process runs, and none is planned.
+        Args:
+          learner: The learner.
+          cause: Why it is lost, in words.
+          has_run: Whether the process is known to have run although it has not joined, as it has
+            answered. One that never answered may have waited for a node; of such losses in a row
+            with the same cause only the first is in the ledger.
+
+        Raises:
+          ResourceError: If no learner is left: no process runs, and none is planned.
         """
         number = learner.number
         has_run = has_run or learner.joined

@@ -347,7 +347,10 @@ class Server:
             await direct.send_message(stream.send(), answer, pieces)
 
     def _note(self, peer: str, what: str) -> None:
-        """Say what a learner did that it may not, once for each kind, whatever its numbers are."""
+        """Say what a learner did that it may not, once for each kind of thing.
+
+        `what` is in words; two that differ only in numbers, such as a size, are of one kind.
+        """
         kind = (peer, re.sub(r"\d+", "", what))
         if kind in self._noted or len(self._noted) >= _MOST_NOTED:
             return

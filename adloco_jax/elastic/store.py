@@ -293,7 +293,8 @@ class Store:
 
         Raises:
           Refused: At once if `request` raises it, as no other try can mend that.
-          ConfigError: Likewise; or if a kind that has never succeeded is not permitted.
+          ConfigError: At once if `request` raises it; or if a kind of request that has never
+            succeeded is not permitted.
           ResourceError: If it has failed for `patience_s` seconds or fails after a signal, or if a
             kind that has never succeeded fails a few times.
         """
@@ -436,7 +437,7 @@ def pack(message: Format, tree: PyTree) -> bytes:
     zeros: list[str] = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        array = np.asarray(leaf, order="C")
+        array = np.asarray(leaf, order="C")  # safetensors writes the bytes as they lie in memory
         if array.any():
             sent[name] = array
         else:
