@@ -48,7 +48,10 @@ def muon(
         return label if label in ("matrix", "stacked_matrix") else "other"
 
     def partition_labels(params):
-        """Label each leaf by the transformation that updates it, as `optax.partition` wants."""
+        """Label each leaf by the transformation that updates it, as `optax.partition` wants.
+
+        Raises ValueError if no leaf is a matrix.
+        """
         labels = jax.tree.map(matrix_or_other, label_params(params))
         if set(jax.tree.leaves(labels)) == {"other"}:
             raise ValueError(

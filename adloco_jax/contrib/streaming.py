@@ -44,6 +44,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
         return tree_X
 
     def take(leaf_X):
+        """Take the fragment out of one leaf."""
         axis = _axis(leaf_X, num_fragments)
         if axis is None:
             return jnp.where(fragment == 0, leaf_X, jnp.zeros_like(leaf_X))
@@ -62,10 +63,11 @@ def put_fragment(
     `tree_X` is the whole tree, `part_X` the fragment in the shape that `take_fragment` returns. The
     result is the whole tree, in which only the fragment's entries have changed.
     """
-    if num_fragments == 1:
+    if num_fragments == 1:  # the fragment is the whole tree
         return part_X
 
     def put(leaf_X, new_X):
+        """Write the fragment's entries, `new_X`, into one leaf."""
         axis = _axis(leaf_X, num_fragments)
         if axis is None:
             return jnp.where(fragment == 0, new_X, leaf_X)
@@ -198,6 +200,7 @@ def receive_fragment(
         arrived_R = trainable(new_R)
 
         def mix(own, new):
+            """Mix one leaf of the worker's fragment with the trainer's, at least in float32."""
             dtype = at_least_float32(own.dtype)
             mixed = mixing * own.astype(dtype) + (1 - mixing) * new.astype(dtype)
             return mixed.astype(own.dtype)

@@ -32,6 +32,7 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
         return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
 
     def loss_of(values, batch, **keywords):  # `key` and `tap_B`, which only some losses take
+        """Call the loss; check what it returned, and return it as a pair (loss, aux)."""
         returned = loss_fn(with_trainable(params, values), batch, **keywords)
         loss = returned
         aux = None

@@ -224,6 +224,8 @@ def next_batch_size(requested: float, *, batch_size: int, max_growth: float, bat
     A request that is not finite changes nothing. One test multiplies `batch_size` at most by
     `max_growth`. The batch never falls, even above `batch_cap`.
 
+    Raises ValueError if `batch_size` or `batch_cap` is not a positive whole number.
+
     Source: docs/algorithm.md, section 2. The reference code has no upper limit
       (studies/published.md, defect 7).
     """

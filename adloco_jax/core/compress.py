@@ -35,6 +35,9 @@ class Packed(NamedTuple):
 class _Blocks(NamedTuple):
     """How one trainer's or worker's part of a leaf is divided into blocks with one scale each.
 
+    The part is seen as a table with a line for each position along one axis; the entries at this
+    position are the line. A row is one line, or several; it is cut into one block or more.
+
     `axis` may be sharded: the longest whose length is a multiple of 8, else the longest. With more
     than 64 other entries a block lies at one position of it; otherwise it covers several.
     """
@@ -70,6 +73,9 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     Returns:
       With "int4", a `Packed` for each leaf; a block with an entry that is not finite unpacks to
       NaN. With "bfloat16", its bits as uint16 [X, ...]: a compiler might send bfloat16 as float32.
+
+    Raises:
+      ValueError: If `precision` is unknown.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.4, which sends floats with 3 exponent
       bits. Here an entry is a whole number from -7 to 7, times the scale of its block.

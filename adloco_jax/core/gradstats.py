@@ -302,8 +302,8 @@ def _sum_gradients(
 ) -> tuple[PyTree, Array]:
     """Return the sum of each part's gradients, float32 [P, ...], and the examples' norms.
 
-    The norms are float32 [B], with zero for padding. `params` are the trainable ones, and `loss_of`
-    is that of `_scalar_loss`.
+    The norms are float32 [B], with zero for padding. `params` are the trainable ones, `loss_of` is
+    that of `_scalar_loss`, and `method` measures the examples of one pass.
     """
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
@@ -311,6 +311,7 @@ def _sum_gradients(
         sums_P, norms_B = carry
         grad_sum, norms_C = method.gradients(loss_of, params, batch_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
+        # A position behind the part's end adds zero; JAX drops one that is not in the batch.
         return sums_P, norms_B.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
 
     num_parts = len(examples.ends_P)

@@ -181,6 +181,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
 
     # Both branches return the new carry, and whether an update was skipped.
     def end_update():
+        """Update by the mean gradient, and begin a new sum."""
         mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
         new_params, new_state, skipped = _update(
             transform, (params, state), mean, is_finite, learning_rate

@@ -158,7 +158,7 @@ def merge(
 
     def merge_leaf(leaf_M):
         """Write the members' mean at the representative's position; keep only the survivors."""
-        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
+        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):  # the representative's own stays
             return leaf_M[np.array(survivors)]
         # Average differences from one member, so that equal members are reproduced exactly. Where
         # values are equal the difference is zero, even if they are infinite.
@@ -318,15 +318,15 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
         )
     total = sum(requested)
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
-    shares = [max(1, b * num_workers // total) for b in requested]  # rounded down, but at least 1
+    sizes = [max(1, b * num_workers // total) for b in requested]  # rounded down, but at least 1
 
     def shortfall(i):
         """Return how far trainer i is below its exact share, to sort by; then lower positions."""
-        return requested[i] * num_workers - shares[i] * total, -i
+        return requested[i] * num_workers - sizes[i] * total, -i
 
-    while sum(shares) < num_workers:
-        shares[max(range(len(shares)), key=shortfall)] += 1
-    while sum(shares) > num_workers:
-        above_one = [i for i in range(len(shares)) if shares[i] > 1]
-        shares[min(above_one, key=shortfall)] -= 1
-    return tuple(shares)
+    while sum(sizes) < num_workers:
+        sizes[max(range(len(sizes)), key=shortfall)] += 1
+    while sum(sizes) > num_workers:
+        above_one = [i for i in range(len(sizes)) if sizes[i] > 1]
+        sizes[min(above_one, key=shortfall)] -= 1
+    return tuple(sizes)

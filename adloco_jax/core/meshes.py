@@ -35,8 +35,11 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
     """
 
     def decorate(function):
+        """Return a function that calls `function`, and also accepts arrays on explicit axes."""
+
         @functools.wraps(function)
         def call(*args, **kwargs):  # the arguments of any decorated function
+            """Call the function as it is, or with automatic axes if one of its arrays needs it."""
             leaves, structure = jax.tree.flatten((args, kwargs))
             array_shardings = {}  # by the position of an array in `leaves`
             for i, leaf in enumerate(leaves):
@@ -170,7 +173,10 @@ def varying_alike(*trees: PyTree) -> PyTree:
 
 
 def refuse_in_shard_map(name: str) -> None:
-    """Raise ValueError in `jax.shard_map`, where workers of several devices cannot be averaged."""
+    """Raise ValueError in `jax.shard_map`, where workers of several devices cannot be averaged.
+
+    `name` is that of the function which refuses, for the message.
+    """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(

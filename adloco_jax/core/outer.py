@@ -72,6 +72,7 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
     """
 
     def weighted_sum(leaf_W):
+        # The shares, broadcast over all axes but the first.
         return jnp.sum(leaf_W * share_W.reshape((-1,) + (1,) * (leaf_W.ndim - 1)), axis=0)
 
     return jax.tree.map(weighted_sum, difference_W)
@@ -390,8 +391,8 @@ def running_average(
 
     `share_M`, 0 to 1, is the share of the old average: 0 gives `params_M`, 1 the old average. If
     it is 1 - 1 / n after round n, up to a limit, the average is the plain mean of the first
-    rounds, and then exponential; the initial parameters do not enter. Leaves that are not floats
-    are those of `params_M`.
+    rounds, and then exponential; the initial parameters do not enter. Returns the new averages, of
+    which leaves that are not floats are those of `params_M`.
     """
     share_M = jnp.asarray(share_M, jnp.float32)
 

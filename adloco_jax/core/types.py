@@ -134,6 +134,7 @@ class GradientStats(struct.PyTreeNode):
         # An array's boolean is 0 or 1 here, so that one line serves NumPy and traced JAX arrays.
         divisor = scale + (scale == 0)  # 1 for a scale of 0
         ratio = self.scale / divisor  # 0 if both scales are 0
+        # Sums of inner products are in units of `scale**2`.
         return self.replace(
             scale=scale,
             noise_sum=self.noise_sum * ratio,
@@ -393,6 +394,7 @@ def init(
         """Return a tree of leaves [size, ...], all copies of those of `tree`."""
 
         def copies(leaf):
+            """Repeat one leaf along a new first axis."""
             leaf = jnp.asarray(leaf)
             if not is_key(leaf):
                 # This removes a weak type, which would make the second round compile again.
@@ -521,6 +523,7 @@ def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTr
     """Take `tree_X` where `condition_X` is True along the leaves' first axis, else `other_X`."""
 
     def select(leaf, other):
+        # The condition, broadcast over all axes but the first.
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
 
     return jax.tree.map(select, tree_X, other_X)

@@ -328,6 +328,7 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
 
     def update(ensemble, workers):
+        """Run `outer_update` with the settings of the run, and the shardings of the mesh."""
         return outer_update(
             ensemble,
             workers,
@@ -362,6 +363,7 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def fragment_program(ensemble, workers, rows_TRB, rate_TR, update_T, stream_R3, fragment):
+        """Run `fragment_steps` with the settings of the run, and the shardings of the mesh."""
         inputs_T = (add_keys(spec, rows_TRB, stream_R3), rate_TR, update_T)
         return fragment_steps(
             ensemble,
@@ -474,6 +476,8 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     at_once = spec.loss_chunk if at.mesh.size == 1 else 0
 
     def losses(params, rows_B):
+        """Return the loss of each row: of all at once, or of `at_once` rows at a time."""
+
         def loss_of(row):
             """Return the loss of a batch that has only this row."""
             return loss_fn(params, jax.tree.map(lambda leaf_L: leaf_L[None], row))
@@ -526,6 +530,7 @@ def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, rows_and_keys, rate_TR, update_T):
+        """Run `inner_steps` with the loss and the optimizer of the run."""
         rows_TRB, key_TRB = rows_and_keys
         return inner_steps(
             workers,
@@ -597,6 +602,7 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     at_once = _advance(spec, at, sequential=False)
 
     def steps(workers, rows_and_keys, rate_TR, update_T):
+        """Run the inner steps in turn if the run says so and a device has several workers."""
         num_workers = rate_TR.shape[1]
         # Each group of devices has one worker: none must wait for another.
         one_each = num_groups > 1 and num_workers == num_groups
@@ -619,6 +625,8 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
 
     def advance_one(workers, rows_and_keys, rate_TR, update_T, position):
         """On each device, run the worker at `position`; R counts the workers of the device."""
+        # Take the parameters and the inner state of that worker out of the stack, as one of one.
+        # The sum of gradients is already that of one worker (`begin_workers`).
         stack_R = (workers.params_R, workers.inner_state_R)
         params_1, state_1 = jax.tree.map(
             lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack_R
@@ -626,6 +634,7 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
         one = workers.replace(params_R=params_1, inner_state_R=state_1)
         one, *measured_TR = advance(one, rows_and_keys, rate_TR, update_T)
 
+        # Write them back to their position.
         params_R, state_R = jax.tree.map(
             lambda leaf_R, new_1: jax.lax.dynamic_update_index_in_dim(leaf_R, new_1, position, 0),
             stack_R,

@@ -111,6 +111,7 @@ def inner_round(
     for number, call in enumerate(calls, start=1):
         inputs = (call.rows_TRB, call.rate_TR, call.update_T, call.stream_R3)
         if is_streaming and number % calls_per_fragment == 0:  # a fragment ends with this call
+            # A synchronisation depends on whose the workers are, so the key has all sizes.
             key = steps._replace(kind="fragment", sizes=group.sizes)
             fragment = np.int32(number // calls_per_fragment - 1)
             sub, workers, (loss_TR, skipped_TR), norm_M = programs.call(

@@ -168,6 +168,7 @@ class Placement:
         """
 
         def leaf_sharding(leaf: Any) -> Any:
+            """Return the sharding of an array, or of both arrays of a `Packed`."""
             if _is_packed(leaf):
                 # Codes and scales begin with the axes [X, rows]. Only these are divided, because a
                 # block must stay on one device.
@@ -386,6 +387,7 @@ def fetch(tree: PyTree) -> PyTree:
     """
 
     def get(leaf: jax.Array) -> np.ndarray:
+        """Copy one array to the host, after a copy to every device if its parts are elsewhere."""
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             return np.asarray(leaf)
         assert isinstance(leaf.sharding, NamedSharding)

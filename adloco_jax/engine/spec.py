@@ -116,7 +116,7 @@ class Machine:
 
     def budget(self, memory_frac: float | None) -> int:
         """Bytes of a device's memory for a run; `memory_frac` None: 0.8 on a CPU, else 0.92."""
-        if memory_frac is None:
+        if memory_frac is None:  # a CPU's memory also holds the host's data and other programs
             memory_frac = 0.8 if self.platform == "cpu" else 0.92
         return int(memory_frac * self.device_bytes)
 

@@ -146,7 +146,8 @@ def gather(value: T, name: str = "gather") -> list[T]:
     """Return every process's value, which is plain JSON, in the processes' order.
 
     All processes must call this, equally often for each `name`, and they wait for each other. Two
-    threads of a process must use different names.
+    threads of a process must use different names. Raises JaxRuntimeError if a process gives no
+    value within two hours.
     """
     if jax.process_count() == 1:
         return [value]

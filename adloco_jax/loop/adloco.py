@@ -193,7 +193,8 @@ def with_average(state: State, before: Control, average: float) -> State:
     `before` is the host's data before that round. The new average of a trainer is `share` times the
     old average plus `1 - share` times the trainer's parameters. The share is at most `average`. In
     the first rounds it is smaller, so that the average is the plain mean of the rounds. The old
-    averages are donated. With `average=0` no averages are kept, and `state` is returned as it is.
+    averages are donated: JAX may reuse their memory. With `average=0` no averages are kept, and
+    `state` is returned as it is.
     """
     if average == 0:
         return state
@@ -255,17 +256,17 @@ def guard_losses(state: State, engine: Engine) -> dict[int, float]:
 
 
 def choose_members(
-    control: Control, guard_losses: Mapping[int, float], rule: MergeSettings
+    control: Control, losses: Mapping[int, float], rule: MergeSettings
 ) -> tuple[int, ...]:
     """Choose the trainers to merge by the configured policy (the paper's CheckMerge).
 
-    `guard_losses` has the loss of each trainer on the guard rows, by trainer id. Returns the ids of
+    `losses` has the loss of each trainer on the guard rows, by trainer id. Returns the ids of
     the chosen trainers, the representative first; an empty tuple if none are to merge.
     """
     ids = [*control.trainers]
     candidates = []
     for m, trainer in control.trainers.items():
-        candidates.append(Candidate(trainer.demand, guard_loss=guard_losses[m], age=trainer.rounds))
+        candidates.append(Candidate(trainer.demand, guard_loss=losses[m], age=trainer.rounds))
     chosen = MERGE_POLICIES[rule.policy](candidates, width=rule.width)
     return tuple(ids[position] for position in chosen)
 

@@ -100,6 +100,7 @@ def _micro_batches(
         multiplier=switch.multiplier,
         mode=switch.mode,
     )
+    # The largest that fits is allowed too: the buckets above the size may all exceed it.
     allowed = (*batching.buckets, largest)
     bucket = min(n for n in allowed if size <= n <= largest)
     return bucket, accum
