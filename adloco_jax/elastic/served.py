@@ -14,7 +14,7 @@ import hmac
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
 from typing import Any
 
 from adloco_jax.elastic import direct
@@ -182,6 +182,7 @@ class Server:
         self._noted: set[tuple[str, str]] = set()  # what was refused to whom, to tell it once
         self._turned_away = 0  # strangers that were not let in
         self._told_s = -math.inf  # when this was last said
+        self._tasks: set[asyncio.Task] = set()  # that serve connections and answer streams
 
     def owner(self, place: RequestId) -> str:
         """Return the name of the learner in a place, for messages; empty if the place is free."""
@@ -211,7 +212,16 @@ class Server:
                 with contextlib.suppress(OSError), direct.connection_errors():  # it has gone
                     await incoming.refuse()
                 continue
-            asyncio.ensure_future(self._serve(incoming))
+            self._start_task(self._serve(incoming))
+
+    def _start_task(self, coroutine: Coroutine) -> None:
+        """Start a task that nobody awaits, and keep it until it ends.
+
+        Otherwise asyncio, which has weak references only, may forget a running task.
+        """
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, incoming: Any) -> None:
         """Let a learner in, and answer its requests as long as it is connected.
@@ -318,7 +328,7 @@ class Server:
                 self._note(peer, "opened too many streams")
                 connection.close(2, b"too many streams")
                 return
-            asyncio.ensure_future(answer(stream))
+            self._start_task(answer(stream))
 
     async def _answer(self, stream: Any, peer: str) -> None:
         """Do what a learner asks in a stream, if it may, and answer.
