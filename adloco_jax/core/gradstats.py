@@ -204,10 +204,10 @@ def _with_products(
 
 
 def pool(stats: GradientStats) -> GradientStats:
-    """Combine the statistics of n workers at the same point: fields [n] -> [].
+    """Combine the statistics of several workers at the same point: fields [n] -> [].
 
-    The result is in units of the largest scale. Inner products stay those with each worker's own
-    mean gradient. Arrays may be NumPy's or JAX's.
+    n is the number of workers. The result is in units of the largest scale. Inner products stay
+    those with each worker's own mean gradient. Arrays may be NumPy's or JAX's.
 
     Source: docs/algorithm.md, section 2, "Several workers".
     """
