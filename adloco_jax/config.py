@@ -314,8 +314,9 @@ def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> Ensembl
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
     """Let unset limits of batches follow the first batch; list the sizes of micro-batches.
 
-    Sets `max_batch_size` (None if memory decides), `batch_cap` and `buckets`. `tests` is the table
-    of batch-size tests.
+    Sets `batch_cap`, which limits a worker's batch; `max_batch_size`, which limits a micro-batch,
+    of which a batch may have several (None if memory decides); and `buckets`, the sizes of
+    micro-batches. `tests` is the table of batch-size tests.
     """
     first = batching.initial_batch_size
     is_measured = tests[batching.test].needs != "nothing"  # else a schedule sets the batch
@@ -340,7 +341,7 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
     else:
         sizes = [first]
     sizes = [size for size in sizes if size <= most]
-    # The largest micro-batch that is set is one of them; there is always one.
+    # The largest micro-batch, if it is set, is one of them. The list is never empty.
     buckets = tuple(sorted({*sizes, largest or max(sizes, default=most)}))
     limits = {"max_batch_size": largest, "batch_cap": cap, "buckets": buckets}
     return batching.model_copy(update=limits)

@@ -30,7 +30,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
       ConfigError: If words are unknown, with a line for each; or if one is missing or invalid, with
         the command to write instead.
     """
-    followers = [*words[1:], ""]  # the word after each word
+    # The word after each word, which may be its value, as in `--config.log.wandb False`.
+    followers = [*words[1:], ""]
     spelled = []
     for word, follower in zip(words, followers, strict=True):
         spelled.append(_spelled(word, follower))

@@ -309,8 +309,9 @@ def _ip_variance(stats: GradientStats, mode: TestMode) -> Scalar:
     """
     fields = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in fields):
-        # By the identity S = V_ip / |mean|^2 + V_o, the measured plug-in sums are not both zero if
-        # there is noise. So if these values are zero, inner products were not measured.
+        # The noise is the sum of the variances along the mean gradient and across it, so their
+        # plug-in sums are not both zero if there is noise. So if these values are zero, inner
+        # products were not measured.
         has_noise = np.asarray(stats.noise_sum) != 0
         lacks_weight = np.asarray(stats.ip_weight) == 0
         lacks_plugin_ip = np.asarray(stats.plugin_ip_sum) == 0

@@ -325,7 +325,7 @@ def adamw(
     decay: str = "all",
     label_params: Callable[[PyTree], PyTree] = label_by_name,
 ) -> optax.GradientTransformation:
-    """Make AdamW with learning rate 1.
+    """Make AdamW with learning rate 1; `inner_steps` multiplies each update by its own rate.
 
     With `decay="all"` all parameters decay. With `decay="matrices"` those do whose label does not
     end with "other"; `label_params(params)` returns a tree with each leaf's label.

@@ -197,7 +197,8 @@ def merge(
     is_member_R = np.isin(old_trainer_R, chosen)
     stays_R = ~is_member_R | (old_trainer_R == heir)
     return after.replace(
-        # All workers of members take the merged parameters; the others keep their own.
+        # All workers of members take the merged parameters, which are in `after`; the others keep
+        # their own. Inner states are still those before the merge.
         params_R=moved_params(after, source, ~is_member_R),
         inner_state_R=moved_states(ensemble, source, stays_R, jnp.full(len(source), heir)),
     )

@@ -645,7 +645,7 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
     """Write both sides' rows of documents one after another, or of whole chats, into a folder.
 
     `masks` says which documents are on each side. The files that are written are `TRAIN`'s and
-    `HELDOUT`'s, without `answers` if the documents are no chats.
+    `HELDOUT`'s, without `answers` (which tokens count) if the documents are no chats.
     """
     lengths_N = text.about["length"]
     # Create the files, whose arrays are memory-mapped, and choose the place of each document.

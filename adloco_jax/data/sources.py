@@ -211,9 +211,10 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: str) -> None:
     """Raise DataError if a table lacks a wanted column, or has it twice.
 
-    The message proposes a column that is there. A table of preferences, as for DPO, has a message
-    of its own. `columns` are the names of the table's columns. `wanted` maps the name of each
-    wanted column to the key of the group `data` that names it, and `where` is the table or row.
+    For the text's column the message proposes a usual one, if it is there. A table of preferences,
+    as for DPO, has a message of its own. `columns` are the names of the table's
+    columns. `wanted` maps the name of each wanted column to the key of the group `data` that names
+    it, and `where` is the table or row.
     """
     columns = list(columns)
     missing = wanted.keys() - columns
@@ -370,6 +371,7 @@ def parquet_documents(file: Path, data: DataSettings) -> Iterator[Record]:
 
     with _as_data_errors(file, pyarrow.ArrowException), _opened(file) as content:
         table = pyarrow.parquet.ParquetFile(content)
+        # Names of the columns to read; and of the others, which a message lists later.
         columns, unread = _columns_to_read(table.schema_arrow.names, data, str(file))
         batches = table.iter_batches(batch_size=1024, columns=columns)  # rows in memory at a time
         yield from _arrow_records(batches, file, unread)

@@ -182,7 +182,7 @@ def load_tokenizer(
     Args:
       name: "bytes" (an id is a UTF-8 byte, and 256 ends a text), a `tokenizer.json`, a
         SentencePiece `.model`, a folder in Hugging Face layout, the address of one
-        (`data.files`), or a repository on the hub. An existing path takes precedence.
+        (`data.files`), or a repository on the hub, unless a path has its name.
       text_length: Upper limit of tokens of a text to be classified, special tokens included; the
         result then has these as prefix and suffix. None: texts are not classified.
       template: File with a chat template that replaces the tokenizer's. Empty: its own.

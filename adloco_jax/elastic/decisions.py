@@ -207,8 +207,8 @@ def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
 def num_parts(steps: int, engine: EngineSettings) -> int:
     """Return the number of equal parts of a round, of which a slow learner does only some.
 
-    `steps` is `inner.steps_per_round`, the most updates that a worker makes in a round. The number
-    is the smallest divisor of it that is at least eight; with fewer steps, each is a part. With
+    `steps` is `inner.steps_per_round`, of which the planned updates of a round are a multiple. The
+    number is its smallest divisor that is at least eight; with fewer steps, each is a part. With
     `engine.steps=equal` all learners do the whole round, which is one part.
     """
     if engine.steps != "by_speed":

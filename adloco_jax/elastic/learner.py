@@ -137,7 +137,8 @@ class Learner:
             settings, num_classes=class_count(settings.model), commit=setup.commit
         )
 
-        steps = settings.inner.steps_per_round  # the most updates of a worker in a round
+        # Updates of the shortest planned round; longer ones are multiples of it.
+        steps = settings.inner.steps_per_round
         spec = dataclasses.replace(
             setup.spec,
             machine=machine,

@@ -101,7 +101,8 @@ class LearnerPool:
         """Connect to the learners, start them all, and wait until enough have joined.
 
         Processes that the transport starts have `engine.restart_s` seconds; then a quorum, or one,
-        is enough. Of learners that join by themselves, a quorum, or all, is awaited.
+        is enough. Of learners that join by themselves a quorum is awaited; without one, a single
+        learner if the driver's computer trains too (`engine.trains_here`), else all.
 
         Args:
           num_workers: Number of workers, which is that of the learners without
@@ -142,8 +143,8 @@ class LearnerPool:
         """Wait until enough learners have joined, or too few have for too long.
 
         Of processes that the transport starts, all are awaited for `engine.restart_s` seconds; then
-        a quorum, or one, is enough. Of learners that join by themselves, a quorum, or all, is
-        awaited without an end.
+        a quorum, or one, is enough. Of learners that join by themselves a quorum is awaited without
+        an end; without one, a single learner if the driver's computer trains too, else all.
 
         Raises ResourceError if too few join, ConfigError if one has other data or versions, and
         Preempted if a signal comes before.
@@ -348,7 +349,7 @@ class LearnerPool:
         say(f"{name} {what}: {why}")
 
     def _process_ping(self, learner: LearnerRecord, sign: Sign) -> list[Event]:
-        """Process a learner's response to a ping; return its loss if it has left, or must not join.
+        """Process a learner's response to a ping; return a `Loss` if it has left or must not join.
 
         The first response of a process says what it has (`Sign.hello`), and lets it join.
         """

@@ -70,8 +70,8 @@ class SentParams:
           trainer: Id of the trainer.
           update: The packed update that changed them. None if there is none to send: the next
             request brings whole parameters.
-          learner: A learner that has the new parameters already, as the trainer took its worker's;
-            None if no learner has.
+          learner: A learner that has the new parameters already, because they are those of its
+            worker: a single worker's are taken as they are. None if no learner has.
         """
         before = self._newest[trainer]
         newest = _Version(id=before.id + 1, update=update)

@@ -16,8 +16,9 @@ def configured_choice(
 ) -> Choice:
     """Choose how devices run workers, and the micro-batch, for the configured model (`choose`).
 
-    An unset `model.base_dtype` counts as bfloat16. Raises NothingFits if the least micro-batch fits
-    in no mode.
+    An unset `model.base_dtype` counts as bfloat16, as in `configured_model`; `fitting_choice` finds
+    it. `on_compile` is called around each compilation. Raises NothingFits if the least micro-batch
+    fits in no mode.
     """
     model = configured_model(settings, machine)
     spec = program_spec(settings, model, machine)

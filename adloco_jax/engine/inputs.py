@@ -231,8 +231,8 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
     """List the keys of the programs that the next two rounds may call.
 
     `control` is the host's data before the first of them. If measured gradients grow the batch, the
-    second round is listed for the fastest growth and for none. Merges are predicted as in
-    `foreseen`.
+    second round is listed for the fastest growth and for none; otherwise it is not listed. Merges
+    are predicted as in `foreseen`.
     """
     batching = settings.batching
     keys = round_keys(control, round_plans(control, settings), batching, spec)

@@ -440,7 +440,9 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
             }
         )
     if control.trainers:
+        # Keep the others, by their positions before the removal.
         ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
+        # The run's round is that of the trainer with the fewest; the broken one may have been it.
         control.round = min(control.rounds_of(m) for m in control.trainers)
     return State(ensemble, control), changes
 

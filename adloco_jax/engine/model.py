@@ -255,8 +255,8 @@ def program_spec(
         None: as many as they allow.
 
     Raises:
-      ConfigError: If the loss needs a key, a parameter's group is unclear, or the devices cannot
-        be divided as `ensemble.model_shards` says.
+      ConfigError: If the held-out loss needs a key, a parameter's group is unclear, or the devices
+        cannot be divided as `ensemble.model_shards` says.
     """
     batching = settings.batching
     data = settings.data
@@ -286,6 +286,7 @@ def program_spec(
         inner_tx=inner_transform(settings.inner, label_params, model.inner_tx),
         outer_tx=outer_transform(settings.outer, model.outer_tx),
         outer=settings.outer,
+        # Of one call: with Streaming DiLoCo a fragment is synchronised after each.
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row=_row(data, longest - unused),
         sequence_length=data.sequence_length - unused,
@@ -304,7 +305,7 @@ def program_spec(
     return on_devices(
         spec,
         model,
-        settings.ensemble.sizes(whole_pool=True),
+        settings.ensemble.sizes(whole_pool=True),  # also the workers that join later
         given=settings.ensemble.model_shards,
         memory_frac=batching.memory_frac,
     )

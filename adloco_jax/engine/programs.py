@@ -182,7 +182,7 @@ class Programs:
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
         """Queue programs, unless they are compiled or queued, for compilation in the background."""
         wanted = list(keys)
-        self._known.update(wanted)
+        self._known.update(wanted)  # their number is in the message of a compilation
         for key in wanted:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
@@ -298,7 +298,8 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
     Its arguments are the workers and the fields of `inputs.Call`. If a device's workers run in
     turn, a call runs one worker of each device: the one at `position`, an argument that the program
-    otherwise lacks. Its results are the workers, and losses and skipped updates [T, R].
+    otherwise lacks. Its results are the workers, and losses and skipped updates [T, R]. `stream_R3`
+    has the three integers of each worker from which the keys of a loss are made.
     """
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     num_turns = num_sequential(spec, key.layout)

@@ -460,7 +460,8 @@ class Llama(nn.Module):
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
         """Return the two arguments of `logits`: the normalised output of the last layer, and a tap.
 
-        The arguments are those of `__call__`. The tap is the head's, None without `tap_B`.
+        The arguments are those of `__call__`; `starts_BL` are the first positions to which
+        positions attend. The tap is the head's, None without `tap_B`.
         """
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)

@@ -339,7 +339,7 @@ _KINDS = {
 
 
 def kinds() -> list[str]:
-    """Describe each kind that `--device` can name in a line: memory, possible numbers of chips."""
+    """Describe, in a line each, the kinds that `--device` can name: memory, numbers of chips."""
     lines = []
     for name, kind in _KINDS.items():
         counts = ", ".join(map(str, kind.arrangements))

@@ -128,7 +128,7 @@ class Saver:
         blocked_s = time.perf_counter() - start_s
 
         def finish() -> None:
-            """Complete the checkpoint, on the thread, and call `on_saved` with its line."""
+            """Complete the checkpoint, on the thread, and call `on_saved` with its ledger line."""
             complete = functools.partial(self._complete, round_index, host, loss)
             with self._naming_errors(round_index):
                 wait_for_arrays = self._orbax.wait_until_finished

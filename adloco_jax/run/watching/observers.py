@@ -415,7 +415,7 @@ class Checkpoints:
         index = state.control.round
         # The clock for the next save starts here, however long this one takes.
         self._last_save_s = time.perf_counter()
-        # Before the learners are asked for what they hold, which is in vain if the disk is full.
+        # Raises if the last save failed, before `complete` asks the learners for their states.
         self.saver.wait()
         loss = None
         if recorder.evaluated_round == index and np.isfinite(recorder.loss):
