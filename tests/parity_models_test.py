@@ -155,7 +155,7 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair):
     value, grads = jax.jit(jax.value_and_grad(loss_of(network)))(params, rows)
     np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(grads).items()}
-    ours = {t.name: t.of(leaves[t.path]) for t in hf.tensors(network, hf.weight_map(network))}
+    ours = {t.name: t.view_in(leaves[t.path]) for t in hf.tensors(network, hf.weight_map(network))}
     theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, other in theirs.items():
