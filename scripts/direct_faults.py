@@ -22,12 +22,16 @@ import time
 import urllib.request
 from pathlib import Path
 
-from adloco_jax.elastic import direct, direct_driver, files, served, store
-from adloco_jax.elastic.direct import Remote
-from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, RequestId, ServedFile
-from adloco_jax.elastic.signatures import Unneeded
-from adloco_jax.settings import EngineSettings
-from probes import faulty_store
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from adloco_jax.elastic import direct, direct_driver, files, served, store  # noqa: E402
+from adloco_jax.elastic.direct import Remote  # noqa: E402
+from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, RequestId, ServedFile  # noqa: E402
+from adloco_jax.elastic.signatures import Unneeded  # noqa: E402
+from adloco_jax.settings import EngineSettings  # noqa: E402
+from probes import faulty_store  # noqa: E402
+from studies.direct import cpu_s, ip, within  # noqa: E402
 
 DRIVER, ROUTER, LEARNER = "adloco-driver", "adloco-router", "adloco-learner"
 PLACE = RequestId(generation=1, learner=0, incarnation=0)
@@ -132,16 +136,6 @@ def learn(ticket: str) -> None:
         time.sleep(0.2)
 
 
-def ip(*words: str) -> None:
-    """Run a command of `ip` that must succeed."""
-    subprocess.run(["ip", *words], check=True)
-
-
-def within(space: str, *words: str) -> list[str]:
-    """Return the command that runs words in a namespace."""
-    return ["ip", "netns", "exec", space, *words]
-
-
 @contextlib.contextmanager
 def network(rate: str):
     """Make a driver's and a learner's namespace, with a router between them that masquerades."""
@@ -211,11 +205,6 @@ class Pair:
                 return max(b - a for a, b in zip(answers, answers[1:], strict=False))
             time.sleep(0.2)
         return float("inf")
-
-    def cpu_s(self) -> float:
-        """Return the seconds of processor time of the driver so far, in user and system mode."""
-        fields = Path(f"/proc/{self.driver.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End both."""
@@ -288,7 +277,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, network(given.rate):
             pair = Pair(Path(folder), *sizes)
             pair.learner.wait()
-            print(f"processor time of the driver's process: {pair.cpu_s():.1f} s")
+            print(f"processor time of the driver's process: {cpu_s(pair.driver):.1f} s")
             pair.close()
         return
     marker = Path("/tmp/adloco-direct-time")

@@ -20,7 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from studies.direct import PYTHON, SPACES, ip, network, within
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from studies.direct import PYTHON, SPACES, ip, network, within  # noqa: E402
 
 DRIVER, A, B = SPACES
 HEARTBEAT_S = 20.0
@@ -230,7 +233,7 @@ def own_tokenizer(folder: Path) -> dict:
 
     text = folder / "texts" / "text.txt"
     text.parent.mkdir()
-    library = Path(__file__).resolve().parents[1] / "adloco_jax"
+    library = ROOT / "adloco_jax"
     text.write_text("\n\n".join(path.read_text() for path in sorted(library.rglob("*.py"))))
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel()
