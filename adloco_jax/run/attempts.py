@@ -83,8 +83,11 @@ def begin(
     Args:
       run: What the attempts share: settings, data, model and folder.
       stack: Closes what the attempt opens.
-      stop: Is set by a signal.
-      failures: Of earlier attempts.
+      stop: Is set when a signal asks the run to stop.
+      failures: Those of earlier attempts, which are recorded and may lower the micro-batch.
+
+    Returns:
+      The state before the next round, and the observers to call after each round.
 
     Raises:
       ConfigError: If a sample of text is asked of a model that writes none, or the arrays of the
@@ -95,12 +98,16 @@ def begin(
     """
     settings = run.settings
 
-    # What the run has kept: the newest checkpoint, and the ledger.
-    # The clock of the run starts with its first attempt; a later one counts from here.
-    start_s = time.perf_counter() if failures.faults else run.began_s
-    sample = sampler(run)  # first of all, because it may refuse the settings
+    start_s = run.began_s  # on this process's clock: where the attempt begins
+    if failures.faults:  # the first attempt began when the run was put together, a later one now
+        start_s = time.perf_counter()
+    # Continues a held-out text with a model, or is None. Made first, as it may refuse the settings.
+    sample = sampler(run)
+
+    # What the run has kept: the content of the newest checkpoint (None: there is none), a line on
+    # each damaged one, and the ledger's line of a finished run (None: it is not finished).
     content, damage, end = restore(run)
-    num_rounds = None  # with a number of tokens, rounds are not known before
+    num_rounds = None  # if tokens end the run, nobody knows the number of rounds before
     if math.isinf(settings.last_token):
         num_rounds = int(settings.last_round)
     had_ledger = (run.workdir / "ledger.jsonl").exists()  # before it is opened, which makes it
@@ -112,7 +119,8 @@ def begin(
     # If process 0 fails in this, all processes raise its error.
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, saved_control, progress))
 
-    # What runs the rounds: programs, and an engine that calls them.
+    # What runs the rounds: programs, and an engine that calls them. `begin_control` finds the
+    # largest micro-batch that fits the memory, by compiling programs for it.
     control, programs = begin_control(
         run,
         content,
@@ -120,6 +128,7 @@ def begin(
         functools.partial(observers.on_compile, ledger, progress),
     )
     stack.callback(programs.close)
+    # Held-out rows are evaluated in batches of this size, which fit the memory too.
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = _make_engine(run, programs, heldout, progress, stop, ledger)
     stack.callback(engine.close)
@@ -131,8 +140,8 @@ def begin(
     peak_tokens_per_s = math.nan
     if settings.engine.kind == "local" and not run.by_fit:
         peak_tokens_per_s = most_tokens_per_s(programs.spec)
-    earlier_s = 0.0  # seconds of the run in earlier processes, and its last held-out loss
-    loss = math.nan
+    earlier_s = 0.0  # seconds of the run until the checkpoint
+    loss = math.nan  # the last held-out loss; NaN: none was measured
     if content is not None:
         earlier_s = content.host.wall_s
         if content.host.loss is not None:
@@ -146,7 +155,7 @@ def begin(
         loss=loss,
         most_tokens_per_s=peak_tokens_per_s,
     )
-    # A run whose last checkpoint is damaged has an `end` line, and yet rounds to run again.
+    # A finished run whose last checkpoint is damaged has rounds to run again.
     ended = end is not None and is_over(control, settings)
     if not ended:
         observers.write_start(
@@ -204,7 +213,8 @@ def _first_lines(
     if spec.machine.platform != "cpu":  # of a GPU it tells how its memory was made to suffice
         lines.append(f"chosen by what compiles: {Mode(spec.sequential, spec.remat)}")
     lines.append(run.heldout.describe(run.model.num_classes))
-    # By parameter: its kind, by which some inner optimizers and aggregators treat it.
+    # The label of each parameter, such as "matrix", by which some inner optimizers and aggregators
+    # treat it; empty if those of this run do not.
     labels = parameter_labels(
         spec.params,
         labeller(settings.model.arch, run.model.label_params),
@@ -330,14 +340,15 @@ def after_failure(
 ) -> Failures:
     """Return the failures `before` with this one; raise if the run should not be tried again.
 
-    After memory ran out, the next attempt has half the micro-batch. The run is not tried again if:
+    `error` ended the attempt. If memory ran out, the next attempt has half the micro-batch. The run
+    is not tried again if:
 
     - the micro-batch was one sequence when memory ran out: ResourceError
-    - there are several processes, which must all start again: ResourceError
-    - another error came twice in the same round: the error itself
+    - there are several processes, which are all ended and must be started again: ResourceError
+    - an error other than of memory came twice in the same round: the error itself
     """
-    control = attempt.recorder.engine.control_before
-    index = control.round + 1
+    control = attempt.recorder.engine.control_before  # as it was before the failed round
+    index = control.round + 1  # of the failed round
     size = control.max_batch_size
     cause = reason(error)
     is_memory = "RESOURCE_EXHAUSTED" in str(error)  # XLA's word for it
@@ -364,7 +375,7 @@ def after_failure(
         if are_several:  # they may wait for this process in a computation that nothing interrupts
             processes.end_others(end)
         raise ResourceError(end) from error
-    if not is_memory and control.round == before.round:
+    if not is_memory and control.round == before.round:  # the same round has failed before
         raise error
 
     note = f"round {index} failed ({cause}); restoring the newest checkpoint"

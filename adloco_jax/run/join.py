@@ -60,12 +60,13 @@ def join(
       workdir: Folder for a log of the rows read; None: no log.
       patience_s: Seconds to wait for a driver that does not answer.
       parts: Makes model and rows of a run of `fit`; None: the run is one of `train`.
-      key: By which the driver of a ticket knows this learner; None: the user's.
+      key: Secret by which the driver of a ticket knows this learner; None: that of its user.
       has_files: Whether this machine has the driver's files at the same paths.
 
     Raises:
       ConfigError: If the bucket, ticket, key, version, data, weights or table entries do not fit,
-        a setting breaks a rule, or data would be read at an address that is not accepted.
+        a setting breaks a rule, data would be read at an address that is not accepted, or a file
+        that the driver serves is damaged.
       DataError: If this machine's data or weights are missing or damaged.
       ResourceError: If the driver cannot be reached, or after `patience_s` without it.
     """
@@ -73,7 +74,7 @@ def join(
         is_over = False
         while not is_over:  # a driver that begins another run, in place of this, is joined again
             with processes.stop_requests("leaving"):
-                run = read_run(bucket)
+                run = read_run(bucket)  # waits until a driver has written its description of a run
             if run is None:  # a signal came first
                 return
             # From here on, messages are signed for this run, and those of other runs are refused.
@@ -90,7 +91,11 @@ def join(
 
 
 def _is_on_hub(flat: Mapping[str, Any], key: str) -> bool:
-    """Return whether a setting, such as data.path, names something on the hub."""
+    """Return whether the setting `key`, such as data.path, names something on the hub.
+
+    `flat` has the values of settings by key. The hub is not asked. Raises DataError if the system
+    cannot look for a file of that name.
+    """
     name = flat.get(key)
     return bool(name) and is_on_hub(name, key=key)
 
@@ -132,8 +137,8 @@ def learner_setup(
         if run.by_fit:
             way = "fit: call adloco_jax.join there"
         raise ConfigError(f"{bucket.url}: to join a run of {way}, with the driver's arguments")
-    # By key such as data.path: the driver's settings, and this machine's in place of some. The
-    # driver's came as JSON, whose lists are tuples in settings.
+    # The settings by key, such as data.path: the driver's, and in place of some this machine's.
+    # The driver's came as JSON, which has lists where settings have tuples.
     values: dict[str, Any] = flatten_dict(with_tuples(run.settings), sep=".")
     values.update(own)
 
@@ -141,7 +146,7 @@ def learner_setup(
     served = set()
     if not has_files:
         served = {file.kind for file in run.files}
-    # This machine makes its rows itself from its own text or with its own tokenizer.
+    # From its own text, with its own tokenizer or from the hub, this machine makes rows itself.
     if own.keys() & {"data.path", "data.tokenizer"} or _is_on_hub(values, "data.path"):
         served.discard(ROWS)
     if "model.init_from" in own or _is_on_hub(values, "model.init_from"):
@@ -165,14 +170,14 @@ def learner_setup(
 
     # `reads=False`: the driver has found already what files tell, and its settings have it.
     settings = completed(validate(unflatten_dict(values, sep=".")), reads=False)
-    model = None  # None: as the settings say
+    model = None  # None, as for the rows: what the settings describe
     corpus = None
     if parts is not None:
         model, corpus = parts(settings)
     if ROWS in served:
         num_classes = class_count(settings.model)
         corpus = ServedRows(bucket, run.files, settings, num_classes=num_classes)
-    # As a run of this machine's devices, of which nothing is written to a folder: `Path()`.
+    # Put together like a run on this machine. Nothing is written to its folder, here `Path()`.
     own_run = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
     base = own_run.model.base
     if own_run.corpus.fingerprint != run.fingerprint:
@@ -189,7 +194,10 @@ def learner_setup(
 
 
 def _other_files(bucket: Store, what: str, key: str) -> ConfigError:
-    """Return the error that data or weights differ; `key` is the setting that names them."""
+    """Return the error for data or base weights that differ from the driver's.
+
+    `what` names them in words, and `key` is the setting that says where they are.
+    """
     return ConfigError(
         f"{bucket.url}: the driver has other {what} than this machine; give it the same files,"
         f" by --config.{key} if they are elsewhere here"

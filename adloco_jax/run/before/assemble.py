@@ -86,16 +86,20 @@ def assemble(
         its tokens per byte, else none.
       commit: Commit of the hub's data set. None: the recorded one. Empty: where `data.revision`
         now leads.
-      command: As in `train`.
-      accept_config_change: As in `train`.
-      accept_data_change: As in `train`.
+      command: The command line, which the run records; empty if there is none.
+      accept_config_change: Whether a run that goes on may do so with changed settings, such as
+        another learning rate.
+      accept_data_change: Whether it may with changed data. Not used here: the result has it.
 
     Nothing is created in the run's folder. Programs are compiled only with an unset
     `model.base_dtype`.
 
     Raises:
-      ConfigError: If the folder, the engine or the checkpoint of `model.init_from` cannot be used.
-      DataError: If the data or the weights are missing, damaged, or other than when the run began.
+      ConfigError: If the folder, the engine or the checkpoint of `model.init_from` cannot be used,
+        settings have changed that may not, the warm-up would outlast all training, or `num_epochs`
+        is set and the number of rows is not known.
+      DataError: If the data or the weights are missing, damaged, or other than when the run began,
+        or there are too few held-out rows.
       CheckpointError: If the run's record cannot be read.
       ResourceError: If the run needs more memory than there is, or what it reads does not answer.
     """
@@ -103,7 +107,8 @@ def assemble(
     if trains:
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
-        check_engine(settings, workdir)  # last, as it may ask a bucket or a relay
+        # Raises if learners could not be reached. Last, as it may ask over the network.
+        check_engine(settings, workdir)
         if base_dtype_is_open(settings):
             if settings.engine.starts_learner:  # it has the accelerator, whose memory decides
                 settings = as_own_learner_fits(settings)
@@ -115,13 +120,15 @@ def assemble(
     by_fit = model is not None
     if model is None:
         model = configured_model(settings, machine)
-    if trains:  # before rows are made and weights are read, which may take long
+    # Refuse a run whose state alone has no room in memory, before rows are made and weights are
+    # read, which may take long.
+    if trains:
         require_room(
             program_spec(settings, model, machine),
             settings.ensemble.sizes(whole_pool=True),
             settings.batching.memory_frac,
         )
-    notes: list[str] = []  # about heads of the checkpoint
+    notes: list[str] = []  # lines for the user about what the checkpoint lacks or had in addition
     # A run that goes on has its parameters in its own checkpoints, but never frozen weights.
     begins = trains and not by_fit and not list_rounds(workdir / "checkpoints")
     needs_weights = settings.adapter.rank > 0 or (begins and settings.model.init_from)
@@ -140,7 +147,7 @@ def assemble(
             " or start a run in another folder"
         )
 
-    if isinstance(corpus, ArrayRows):  # which the caller of `fit` made without settings
+    if isinstance(corpus, ArrayRows):  # the caller of `fit` made it without settings, such as seed
         corpus = corpus.ordered(settings, num_classes=model.num_classes)
     elif corpus is None:
         corpus = load_corpus(settings, num_classes=model.num_classes, commit=commit, run=workdir)
@@ -149,7 +156,7 @@ def assemble(
     heldout = split_heldout(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
-        batch_size=settings.batching.initial_batch_size,  # an attempt replaces it
+        batch_size=settings.batching.initial_batch_size,  # until it is known what fits the memory
         num_classes=model.num_classes,
         num_trainers=settings.ensemble.num_trainers,
     )
@@ -163,7 +170,7 @@ def assemble(
             unit = "nats/token"
         else:
             unit = ""
-    # Rows of labelled texts are as long as the longest of them.
+    # Tokens of a row: rows of labelled texts are as long as the longest, not as configured.
     found_length = as_row_batch(heldout.report_rows).tokens.shape[1]
     spec = program_spec(settings, model, machine, found_length=found_length)
     return Run(

@@ -1,7 +1,8 @@
 """Check the inputs of a run, and the arguments of `fit`, before anything is compiled or created.
 
-What is the user's own code runs within `own_code`, which turns its errors into a ConfigError. To
-trace a function is to run it on shapes alone (`jax.eval_shape`), without computing anything.
+The user's own code runs within `own_code`, which turns its errors into a ConfigError. To trace a
+function is to run it on shapes alone (`jax.eval_shape`), without computing anything. A table maps
+names to what an option can name, such as aggregators; users can add entries.
 """
 
 import dataclasses
@@ -67,10 +68,10 @@ def check_inputs(
     if rounds:
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
     elif model.init_from:
-        found = hf.inspect(model.init_from)
+        found = hf.inspect(model.init_from)  # what the checkpoint describes, without its weights
         hf.require_same_network(build_network(model, settings.adapter), found, model)
         left = "its weights"
-        if found.stored_as:  # the names and shapes of its files have been read
+        if found.stored_as:  # not empty for local files, whose names and shapes were compared
             left = "whether all its numbers are finite"
         unchecked.append(f"model.init_from = {model.init_from}: {left}")
     return unchecked
@@ -79,10 +80,11 @@ def check_inputs(
 def check_rules(run: Run) -> None:
     """Call each rule that the settings name in a public table, once, with made-up values.
 
-    A rule may be the user's own: its error becomes a ConfigError.
+    The rules are that of round lengths, the batch-size test, the merge policy and the aggregator. A
+    rule may be the user's own. Raises ConfigError for its error, or an aggregate of a wrong shape.
     """
     settings = run.settings
-    # The host's data before the first round; a largest micro-batch that is not known counts as 1.
+    # The host's data before the first round. A largest micro-batch that is not known counts as 1.
     control = start(settings.ensemble, settings.batching, settings.batching.max_batch_size or 1)
 
     with own_code(f"inner.round_length = {settings.inner.round_length}"):
@@ -124,10 +126,23 @@ def own_model(
     eval_loss_fn: LossFn | None = None,
     label_params: Labeller | None = None,
 ) -> Model:
-    """Describe the model of the caller of `fit` or `join`; the arguments are those of `fit`."""
+    """Describe the model of the caller of `fit` or `join`.
+
+    Args:
+      loss_fn: The mean loss of parameters over rows.
+      loss_of: Makes the loss for a mode, which says how memory is spared. None: `loss_fn` in all.
+      init_fn: Makes the parameters from a random key. Not used with `params`.
+      params: The parameters to begin with.
+      num_classes: Number of classes of labelled rows; None: rows have no labels.
+      inner_tx: Optimizer of the workers; None: the configured one.
+      outer_tx: Optimizer of the trainers; None: the configured one.
+      eval_loss_fn: The loss on held-out rows; None: `loss_fn`.
+      label_params: Labels each parameter for optimizers that treat kinds of them unlike; None: by
+        the architecture, or by names.
+    """
 
     def loss_in_mode(mode: Mode, kernel: Kernel) -> LossFn:
-        """Return the loss for a mode; the kernel of attention is the caller's own affair."""
+        """Return the loss for a mode; how the caller's model computes attention is its affair."""
         return loss_fn if loss_of is None else loss_of(mode)
 
     def given_params(key: Array) -> PyTree:
@@ -153,7 +168,8 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     """Check the model and rows of the caller of `fit`; return its settings for them.
 
     These have rate 1 for optimizers that are given, and name no text. `model` is from `own_model`.
-    The caller's functions are traced, not run. Raises ConfigError, which names the argument.
+    The caller's functions are traced, not run. Raises ConfigError, which names the argument, if one
+    cannot be used, or an option is set that it replaces.
     """
     # What the settings may not decide.
     heldout_rows = _checked_heldout_rows(corpus)
@@ -182,6 +198,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     inner = settings.inner
     outer = settings.outer
     faults: list[str] = []
+    # An optimizer that is given has its own rate. What it returns is multiplied by the option's.
     if model.inner_tx is not None:
         faults += _options_beside("inner", inner)
         inner = inner.model_copy(update={"learning_rate": 1.0})
@@ -196,7 +213,7 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
     with own_code("loss_of"):
         # Any mode and kernel do: the loss must be one number in all.
         loss_fn = model.loss_of(Mode(sequential=True, remat=False), "xla")
-    if takes(loss_fn, "key"):  # as in training
+    if takes(loss_fn, "key"):  # training gives a random key to a loss with this parameter
         loss_fn = functools.partial(loss_fn, key=jax.random.key(0))
     _check_loss("loss_fn", loss_fn, params, rows_BL)
     if model.eval_loss_fn is not None:
@@ -275,7 +292,7 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
             trainable(without_state(params))  # raises for a leaf that cannot be trained or sent
     except ConfigError as error:
         advice = ""
-        if isinstance(error.__cause__, TypeError):
+        if isinstance(error.__cause__, TypeError):  # as JAX raises for a leaf that is no array
             advice = "; its leaves must all be arrays: leave others out of the tree"
         raise ConfigError(f"{error}{advice}") from error
     _check_leaves(f"{name}: params", params)
@@ -306,7 +323,8 @@ def _check_leaves(name: str, tree: PyTree) -> None:
 def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
     """Raise ConfigError unless an optimizer updates these parameters, and its state can be saved.
 
-    Its functions are only traced. `name` is the argument of `fit`, and `params` are shapes.
+    Its functions are only traced. `name` is the argument of `fit`, and `params` are shapes. The
+    state can be saved if an update leaves its structure, shapes and dtypes as they were.
     """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         need = "give a transformation, such as optax.adamw(1e-3)"

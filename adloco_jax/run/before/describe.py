@@ -55,8 +55,8 @@ def run_header(
         weights = f"from {model.init_from}"
     else:
         weights = "from random weights"
-    if spec.base is not None:
-        held = model.base_dtype or "bfloat16 if they fit, else nf4"
+    if spec.base is not None:  # frozen weights, beside which an adapter is trained
+        held = model.base_dtype or "bfloat16 if they fit, else nf4"  # unset until that is known
         beside = f"{num_values(spec.base):,} frozen ones ({held}) {weights}"
         sent = in_bytes(spec.sync_bytes * outer.fragments)  # `sync_bytes` are of one fragment
         weights = f"an adapter of rank {settings.adapter.rank} beside {beside}"
@@ -64,10 +64,11 @@ def run_header(
     attention = f"attention by {spec.attention}"
     if settings.data.separates_documents:
         attention += " within documents"
-    place = placement(spec, Layout(first_sizes, batching.initial_batch_size))
+    # How workers, batches and parameters are divided among the devices in the first round.
+    division = placement(spec, Layout(first_sizes, batching.initial_batch_size))
     model_line = (
         f"model: {spec.num_params:,} parameters ({in_bytes(spec.param_bytes)}), {weights};"
-        f" {model.dtype}, {attention}; {spec.machine.describe()}, {place.describe()}"
+        f" {model.dtype}, {attention}; {spec.machine.describe()}, {division.describe()}"
     )
 
     # The trainers: their workers, the length of the run and of a round, the optimizers.
@@ -100,8 +101,9 @@ def run_header(
 def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     """Say in a line which parameters have which label; no line without labels.
 
-    `labels` has the label of each parameter by its name. Numbers in names, as of layers, become
-    `*`. With muon a label says which of its two optimizers a parameter gets.
+    `tx` is the inner optimizer's name, and `labels` has the label of each parameter, such as
+    "hidden matrix", by its name. Numbers in names, as of layers, become `*`. With muon the line
+    says which of its two optimizers a parameter gets.
     """
     if not labels:
         return []
@@ -118,7 +120,11 @@ def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
 
 
 def _ends(last_round: float, tokens: int | None, epochs: float | None) -> str:
-    """Say when a run ends: "3 rounds", or such as "until 5,000 tokens or round 3, rounds"."""
+    """Say when a run ends: "3 rounds", or such as "until 5,000 tokens or round 3, rounds".
+
+    Words on the length of a round follow: " of 200 updates". `last_round` is infinite without a
+    last round; `tokens` and `epochs` are None if they do not end the run.
+    """
     ends = []
     if tokens:
         ends.append(f"{tokens:,} tokens")
@@ -142,6 +148,7 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
     # Tokens until the run ends, if its rounds stay as the first; infinite if nothing ends it.
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
     inner = settings.inner
+    # Whether later rounds may have more tokens than the first.
     rounds_grow = (
         settings.batching.test != "constant"
         or inner.round_length != "fixed"
@@ -161,7 +168,7 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
             shown = f"{passes:,.0f}" if passes >= _MANY_PASSES else f"{passes:.2g}"
             noun = "pass" if shown == "1" else "passes"
             line += f", {shown} {noun} over the {settings.num_rows:,} to train on"
-        if tokens / tokens_per_s >= 1:  # NaN: not known
+        if tokens / tokens_per_s >= 1:  # false of NaN, if the speed is not known
             least = timedelta(seconds=round(tokens / tokens_per_s))
             line += f"; at least {least}, at the peak of the devices"
         lines.append(line)
@@ -185,13 +192,14 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
 
 
 def longer_lines(settings: Settings) -> list[str]:
-    """Say which options make a new run read all rows, if this one reads only some."""
+    """Say in a line which options make a new run read all rows; no line if this one almost does."""
+    # Tokens until the run ends, if its rounds stay as the first.
     tokens = min(settings.last_round * settings.round_tokens, settings.last_token)
-    share = share_read(settings, tokens)
+    share = share_read(settings, tokens)  # infinite if the number of rows is not known
     if share > ALMOST_ALL:
         return []
     options = ""
-    for key in ("num_rounds", "num_tokens"):  # they would end the run before
+    for key in ("num_rounds", "num_tokens"):  # set, they would end the run before
         if getattr(settings, key):
             options += f"--config.{key}=none "
     options += "--config.num_epochs=1"
@@ -215,7 +223,7 @@ def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: Inner
     """
     if batching.test == "constant":
         return "in all rounds"
-    if not measures_gradients(batching):
+    if not measures_gradients(batching):  # a schedule, such as the pairs of `batching.ramp`
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
     test = f"{batching.test} test"
     # The names of the arguments of a test's function, among them the options that it uses.
@@ -236,7 +244,7 @@ def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: Inner
 def _fragments(spec: ProgramSpec) -> list[str]:
     """Describe the fragments of Streaming DiLoCo in a line; no line without them."""
     outer = spec.outer
-    if not outer.own_params:
+    if not outer.own_params:  # workers keep parameters of their own only in Streaming DiLoCo
         return []
     delay = outer.delay_updates
     # `num_micro_batches`: from one fragment's synchronisation to the next one's.
@@ -252,10 +260,11 @@ def plan_lines(settings: Settings, spec: ProgramSpec) -> list[str]:
     """Describe a run's state, communication and tokens, without compiling anything."""
     ensemble = settings.ensemble
     fragments = spec.outer.fragments
-    # Of each trainer's synchronisations in a round, by its number of workers.
+    # What the workers of each trainer send in the first round: it synchronises each fragment once.
     costs = [sync_cost(workers, spec.sync_bytes, fragments) for workers in ensemble.sizes()]
     moved = sum(cost["bytes"] for cost in costs)
     syncs = sum(cost["syncs"] for cost in costs)
+    # Parameters and optimizer states, once all workers have joined.
     state = num_bytes(ensemble_spec(spec, Layout(ensemble.sizes(whole_pool=True))))
     # What is sent for a worker that joins a trainer, and for a trainer that another absorbs.
     joining = in_bytes(merge_cost(spec.state_bytes, num_joining=1)["bytes"])

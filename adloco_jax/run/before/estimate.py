@@ -60,9 +60,17 @@ def plan(
 ) -> str:
     """Describe the memory, communication and tokens of a run, without training it.
 
-    Its rows are made, or found in the user's cache, as by the run. With `memory`, the first rounds'
-    programs are compiled for the micro-batch and each program's bytes. The last lines name what
-    only the run can check.
+    Its rows are made, or found in the user's cache, as by the run. The last lines name what only
+    the run can check.
+
+    Args:
+      config: A config, checked or not.
+      workdir: The run's folder, whose record completes the config; None: the run has none yet.
+      accept_config_change: Whether the run in the folder may go on with changed settings.
+      memory: Whether programs are compiled, to find the largest micro-batch and each one's memory.
+
+    Returns:
+      Lines of text.
 
     Raises:
       ConfigError: If config, folder, checkpoint or text cannot be used.
@@ -73,7 +81,7 @@ def plan(
     folder = None
     if workdir is not None:
         folder = Path(workdir)
-    notes: list[str] = []
+    notes: list[str] = []  # lines on what was found in files, and how the rows were made
     # `run_on_all`: an error in one process is raised in all, so that none waits for it.
     settings = processes.run_on_all(lambda: completed(validate(config), folder, note=notes.append))
     unchecked = processes.run_on_all(
@@ -96,9 +104,10 @@ def plan(
     settings = with_rows(settings, len(corpus.rows))
     spec = spec_of(settings, here())
     lines = [*corpus.describe().splitlines(), *plan_lines(settings, spec)]
+    # None: how many held-out rows the run will use is not known here.
     lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:  # compile, and tabulate the memory of each program
-        is_open = base_dtype_is_open(settings)
+        is_open = base_dtype_is_open(settings)  # whether `model.base_dtype` is found by what fits
         settings, choice = fitting_choice(settings, here())
         if is_open:
             lines.append(base_dtype_line(settings))
@@ -114,12 +123,14 @@ def plan(
 
 
 def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], dict]:
-    """Compile a run's programs for named devices; report in Markdown lines and as JSON.
+    """Compile a run's programs for devices that need not be here, and report their memory.
 
-    In the JSON, `fits` is False if the run does not fit. Data and weights are not read. Raises
-    ConfigError if the config is invalid, there is no such checkpoint, or the devices or their
-    compiler are not there; DataError if the checkpoint is damaged; ResourceError if the hub that
-    has it does not answer.
+    `device` names the devices, such as "h100x8". Returns lines of Markdown, and the same as JSON,
+    in which `fits` says whether the run fits. Data and weights are not read.
+
+    Raises ConfigError if the config is invalid, there is no such checkpoint or kind of device, or
+    the compiler for it is not installed; DataError if the checkpoint is damaged; ResourceError if
+    the hub that has it does not answer.
     """
     start_s = time.perf_counter()
     settings = validate(config)
@@ -132,9 +143,10 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
         settings = completed(settings, reads=False)  # without the text, the config suffices
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
-    is_open = base_dtype_is_open(settings)
+    is_open = base_dtype_is_open(settings)  # whether `model.base_dtype` is found by what fits
     with _progress(device) as on_compile:  # which is called for each program
         try:
+            # Compiles for one way after another to spare memory, until the run fits.
             settings, choice = fitting_choice(settings, machine, on_compile)
         except NothingFits as error:
             peaks = error.peaks  # of the last mode that was tried
@@ -172,9 +184,10 @@ def _chosen(choice: Choice) -> str:
 
 
 def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[str]:
-    """Tabulate the memory of programs by the compiler's analysis, in Markdown.
+    """Return the lines of a Markdown table of the memory of programs, by the compiler's analysis.
 
-    `peaks` are by the program's name; `device_bytes` a device has, and `budget` a run may use.
+    `peaks` has the memory of each program by its name. The rest of the run's state lies beside it.
+    A device has `device_bytes`, of which a run may use `budget`.
     """
     lines = ["| program | its memory | state beside it | sum |", "|---|---|---|---|"]
     for name, peak in peaks.items():
@@ -196,7 +209,7 @@ def _progress(device: str) -> Iterator[OnCompile]:
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(event: Compiling | Compiled) -> None:
-            """Name the program that has been compiled, and count it; leave what begins."""
+            """Name and count a program that has been compiled; ignore one that begins."""
             if isinstance(event, Compiled):
                 bar.set_postfix_str(str(event.key))
                 bar.update()
@@ -370,10 +383,11 @@ def _kind_and_count(name: str) -> tuple[str, int]:
 def most_tokens_per_s(spec: ProgramSpec) -> float:
     """Return a model's tokens per second at the peak of the devices; NaN if that is not known.
 
-    Six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361), four for a frozen one,
-    none for a table of embeddings beside a head.
+    A token takes six operations for each parameter (Kaplan et al. 2020, arXiv 2001.08361): two
+    forward, two backward, and two for its own gradient, which a frozen one does not have. A table
+    of embeddings beside a head takes none.
     """
-    # By the name that JAX gives a GPU; devices of other kinds are not known.
+    # Operations per second by the name that JAX gives a GPU; other devices are not known.
     peaks = {kind.gpu["name"]: kind.flops_per_s for kind in _KINDS.values() if kind.gpu}
     devices = spec.machine.devices
     flops_per_s = len(devices) * peaks.get(devices[0].device_kind, math.nan)
@@ -384,7 +398,10 @@ def most_tokens_per_s(spec: ProgramSpec) -> float:
 
 
 def _num_multiplied(params: PyTree) -> int:
-    """Count the parameters that are multiplied: a table beside a head is only looked up."""
+    """Count the parameters that are multiplied with activations.
+
+    Those of the embeddings are, if they serve as the head too; beside a head they are looked up.
+    """
     if "head" in params:
         return num_values(params) - num_values(params.get("embed"))
     return num_values(params)

@@ -172,7 +172,7 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def recorded_settings(workdir: Path) -> Settings:
-    """Return the settings of a run, with the commit that it began with as `data.revision`.
+    """Return the complete settings of a run, with the data's commit at its start as the revision.
 
     Raises CheckpointError without a readable record, ConfigError if an entry that the user added to
     a table is not defined now, or a rule is broken that was not known then.
@@ -234,10 +234,13 @@ def _resumable_record(workdir: Path) -> Recorded:
 def finished(
     workdir: str | Path, settings: Settings, *, accept_config_change: bool = False
 ) -> list[str] | None:
-    """Return the faults of a finished run's newest checkpoint; None if it is not finished.
+    """Return lines on what is wrong with a finished run's newest checkpoint, or on its absence.
 
-    Finished: the ledger says so, the config asks for no more, and the model was exported. Raises
-    ConfigError, CheckpointError or DataError if config, record or ledger cannot be used.
+    None if the run is not finished. It is if the ledger says so, the config asks for no more, and
+    the model was exported. The result is empty if the checkpoint is whole.
+
+    Raises ConfigError if settings have changed that may not, CheckpointError if the record cannot
+    be read or the checkpoint has another format, DataError if the ledger is damaged.
     """
     folder = Path(workdir)
     check_config(folder, settings, accept=accept_config_change)
@@ -249,7 +252,7 @@ def finished(
     end = finish(read(ledger))  # the line with which a run says that it is finished
     if end is None or not (folder / "export").exists():
         return None
-    settings = settings.with_rows(before.config.num_rows)  # by which epochs are counted
+    settings = settings.with_rows(before.config.num_rows)  # from which epochs become tokens
     if settings.share_done(end["rounds"], end["tokens_total"]) < 1:  # the config asks for more
         return None
     rounds = checkpoint.list_rounds(checkpoints)  # the newest first
@@ -265,8 +268,10 @@ def finished(
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     """Compare settings with those recorded in the run's folder, if there is a run.
 
-    `accept` is the caller's `accept_config_change`. Raises ConfigError with the changes that are
-    refused, or need `accept`; CheckpointError if the record cannot be read.
+    A changed option is harmless, changes the run from here on, which the caller has to `accept`, or
+    is refused, as it would be another run. Raises ConfigError with the changes that are not
+    allowed, or if a run cannot be stored in the folder; CheckpointError if the record cannot be
+    read or is missing beside a run.
     """
     check_workdir(workdir)
     before = recorded(workdir)
@@ -277,7 +282,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 " from a copy"
             )
         return
-    settings = settings.with_rows(before.config.num_rows)  # as when the run began
+    # The number of rows, which config files do not have, and a round's length that follows from it.
+    settings = settings.with_rows(before.config.num_rows)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in OPTIONS:
         value_of = attrgetter(key)
@@ -311,13 +317,14 @@ def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
 def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
     """Return the first unfinished and the first finished of some runs that a command began.
 
-    `runs` are folders, and `command` a command line, as the ledger records it. None: there is no
-    such run. An unfinished run that another process continues does not count.
+    `runs` are folders, and `command` a command line, as the ledger records it. Either is None if
+    there is no such run. An unfinished run that another process continues does not count.
     """
     unfinished = None
     complete = None
     for run in runs:
-        # A ledger may be damaged, or of another user; the run may be under way.
+        # Runs that cannot be read are left out: the caller only looks for what may be resumed. A
+        # ledger may be damaged, or of another user; the run may be under way.
         with contextlib.suppress(DataError, OSError, Timeout):
             events = read(run / "ledger.jsonl")
             if not events or events[0].get("command") != command:
@@ -331,11 +338,12 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
 
 
 def kind_of_change_now(key: str, settings: Settings) -> Change:
-    """Return what another value of an option means for a run, given its other settings.
+    """Return what another value of the option `key` means for a run, given its other settings.
 
-    A run may be made longer freely only if no earlier round depends on its length. Rounds depend on
-    it if the learning rate decays, if a rule that may read it sets their length, or if they leave
-    updates unsynchronised: only the last round synchronises all.
+    That is "harmless", "accepted" (it goes on if the user accepts that) or "refused". A run may be
+    made longer freely only if no earlier round depends on its length. Rounds depend on it if the
+    learning rate decays, if a rule that may read it sets their length, or if they leave updates
+    unsynchronised: only the last round synchronises all.
     """
     inner = settings.inner
     rounds_depend_on_length = (

@@ -77,7 +77,7 @@ def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
     sizes = control.sizes  # workers of each trainer
     workers = control.num_workers
     fits = 1 <= len(sizes) <= ensemble.num_trainers and workers <= ensemble.num_workers
-    # `trainer_of` has each worker's trainer; it has fewer entries if two trainers share a worker.
+    # `trainer_of` has the trainer of each worker, so fewer entries if two trainers share a worker.
     are_matched = 0 not in sizes and len(control.trainer_of) == workers
     is_of_folder = control.round == int(path.name)
     if not (fits and are_matched and is_of_folder):
@@ -100,7 +100,7 @@ def begin_control(
       run: What the attempts share: settings, data and model.
       content: Of the checkpoint that is restored; None: the run begins.
       max_batch: Largest micro-batch after an earlier attempt ran out of memory; None: none did.
-      on_compile: Called when a program is being compiled, and when it is.
+      on_compile: Called when the compilation of a program begins, and when it ends.
 
     Returns:
       The state of the host before the next round, and the programs, compiled or being compiled.
@@ -160,27 +160,28 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
     layout = Layout(control.sizes)
 
     def make(key, params):
-        """Give every trainer these parameters; None: new ones, drawn by the random key."""
+        """Make the ensemble from these parameters; None: from new ones, drawn by the random key."""
         if params is None:
             params = run.model.init_fn(key)
         return first_ensemble(spec, layout.sizes, params)
 
-    # Compiled with shardings, so that each device makes only its part.
-    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))  # of each array
+    # Compiled with the sharding of each array, so that each device makes only its part.
+    shardings = placement(spec, layout).ensemble(ensemble_spec(spec, layout))
     key = jax.random.key(run.settings.seed)
     # `run.model.params`: those that the run begins with, or None.
     return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
 
 def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]:
-    """Restore the newest undamaged checkpoint of a run.
+    """Restore the newest undamaged checkpoint of a run; damaged ones that are newer are renamed.
 
     Returns:
       Its content, None without a checkpoint; a line on each damaged checkpoint; the ledger's `end`
       line, None if the run is not finished.
 
     Raises:
-      CheckpointError: If all are damaged or were deleted, or one has another format.
+      CheckpointError: If all are damaged, the ledger records checkpoints and there are none, or one
+        has another format.
       ConfigError: If the arrays of a checkpoint are not those of the configured model.
       DataError: If the data have changed, and this is not accepted; or the ledger is damaged.
     """
@@ -215,7 +216,7 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
 
 
 def host_record(run: Run, recorded: dict, state: State) -> dict:
-    """Return what `host.json` stores of a run and its state.
+    """Return what `host.json` of a checkpoint stores of a run and its state, as plain JSON.
 
     `recorded` has the last held-out loss and the run's seconds so far, as `loss` and `wall_s`.
     """
