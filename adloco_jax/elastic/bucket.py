@@ -15,7 +15,8 @@ Parameters, requests and responses are written once:
 A driver's generation is its number among the run's drivers; its start is a random id. A place for a
 learner is a number and an incarnation, which counts the learners that had the number before. A
 `RequestId` names a place, and a request to the learner there. To join is to take a free place. A
-look is a read of a learner's heartbeat.
+look is a read of a learner's heartbeat. An object is refused (`Refused`) if it is damaged, or is
+not what it should be. A `Store` repeats a read or write that fails.
 """
 
 import concurrent.futures
@@ -99,15 +100,21 @@ def max_object_bytes(form: PyTree) -> int:
 def check_possible(settings: Settings, folder: Path) -> None:
     """Check that a run can use learners through the bucket at its address `engine.address`.
 
-    `folder` is the run's. Raises ConfigError if obstore is missing, or the bucket holds another run
-    or other settings, or cannot be read or written; ResourceError if it cannot be reached.
+    `folder` is the run's; in its folder `learners` the files `key` and `id` have the secret key and
+    the run's id.
+
+    Raises:
+      ConfigError: If obstore is missing, `ADLOCO_KEY` is too short, or the address is no bucket; or
+        if the bucket holds another run or other settings, cannot be read or written, or overwrites
+        objects that it should keep.
+      ResourceError: If the bucket cannot be reached.
     """
     check_installed("obstore", "", "engine.kind = bucket")
     bucket = store.open_bucket(settings.engine.address, find_key(folder / "learners" / "key"))
     check_continues(bucket, settings, folder / "learners" / "id")
 
-    # Try whether objects may be written, and whether the second leaves the first one there. The
-    # object is an empty message.
+    # Try to write an object, an empty message, twice. `create` keeps an object that is there, and
+    # returns whether it has written; so the second time it must return False.
     has_written = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
     if all(has_written):
@@ -124,18 +131,21 @@ def connected(
     """Become the driver of the run in a bucket, and print the command with which learners join.
 
     At the end of the `with` block learners are told that the driver has ended. They leave if
-    `is_over()` returns True, and otherwise wait for the run to be continued. Raises ConfigError if
-    the bucket cannot be used, holds another run, or has a driver that is alive; ResourceError if it
-    cannot be reached.
+    `is_over()` returns True, and otherwise wait for the run to be continued.
 
     Args:
       address: The bucket's, with a prefix.
       num_learners: Number of learners that the run has at most.
-      setup: That from which each learner is made.
+      setup: What each learner is made from. `setup.log` is in the folder `learners` of the run.
       is_over: Returns whether the run is over.
+
+    Raises:
+      ConfigError: If `ADLOCO_KEY` is too short, or the bucket cannot be used, holds another run, or
+        has a driver that is alive.
+      ResourceError: If the bucket cannot be reached.
     """
-    folder = Path(setup.log).parent  # `learners` in the run's folder
-    key = find_key(folder / "key")
+    folder = Path(setup.log).parent
+    key = find_key(folder / "key")  # the user's, that of an earlier start, or a new one
     shown = key
     if given_key():  # the user has set it, and may not want to see it printed
         shown = '"$ADLOCO_KEY"'
@@ -147,7 +157,7 @@ def connected(
     there = store.open_bucket(address, key)
 
     def offer(files: Library) -> None:
-        """Write the files to the bucket."""
+        """Write the files that the driver serves to the bucket, from which learners read them."""
         files.write_to(there)
 
     driver = driving(there, setup, is_over, invitation, offer)
@@ -176,17 +186,21 @@ def driving(
 
     Args:
       there: The store.
-      setup: That from which each learner is made.
+      setup: What each learner is made from. `setup.log` is in the folder `learners` of the run.
       is_over: Returns, at the end of the `with` block, whether the run is over.
       invitation: The line that says how learners join.
       offer: Makes the files that the driver serves available to learners.
       owner: Returns the name of the learner in a place; empty if it is not known.
 
+    Yields:
+      The transport, by which the driver calls learners.
+
     Raises:
-      ConfigError: If the store holds another run, or has a driver that is alive.
+      ConfigError: If the store holds another run, has a driver that is alive, or cannot be read or
+        written.
       ResourceError: If the store cannot be reached, at the beginning or at the end of the block.
     """
-    folder = Path(setup.log).parent  # `learners` in the run's folder
+    folder = Path(setup.log).parent
     heartbeat_s = setup.settings.engine.heartbeat_s
     there.limit_rate(setup.settings.engine.link)
     run = _own_description(there, setup, folder / "id")
@@ -194,15 +208,16 @@ def driving(
     if setup.settings.engine.serves:  # learners may read files from the driver
         library = Library(setup.files)
 
-    # Take the run over, and say so.
+    # From here on objects are signed for this run, and this start of its driver.
     there.signatures.run = run.id
     there.signatures.start = uuid.uuid4().hex
+    # Take the run over. Learners find this driver, and its files, in `run.json`.
     generation = become_next_driver(there, run.driver, heartbeat_s)
     offer(library)
     of_this_driver = {"adloco_jax": __version__, "driver": generation, "files": library.files}
     description = store.to_json(run.model_copy(update=of_this_driver))
     there.put("run.json", description)
-    # As it is read from JSON, it is equal to what `give_sign` reads later.
+    # As it is read from JSON, it is equal to what the transport reads later, to check `run.json`.
     run = store.from_json(description, "run.json", RunDescription)
 
     transport = BucketTransport(there, run, setup, owner)
@@ -210,7 +225,10 @@ def driving(
     say(invitation)
 
     def give_sign() -> None:
-        """Give a sign of life, in a thread."""
+        """Write the driver's heartbeat, in a thread; its error is raised where learners are polled.
+
+        An error that is raised in the thread would end the process at once.
+        """
         transport.act_and_keep_fault(transport.give_sign)
 
     try:
@@ -224,7 +242,7 @@ def _own_description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescr
     """Return the description of the driver's run: that in the bucket, or a new one.
 
     The file at `path` has the run's id; a new id is written if it is missing. Raises ConfigError if
-    the bucket holds another run.
+    the bucket holds another run, or a `run.json` that is damaged.
     """
     run = _read_description(bucket, path)
     if run is not None:
@@ -271,16 +289,18 @@ def _read_description(bucket: Store, path: Path) -> RunDescription | None:
 def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
     """Check that a run which continues has the settings that its learners have from `run.json`.
 
-    A setting may differ if a change of it is harmless (`kind_of_change`). Raises ConfigError if
-    another differs, or if `run.json` is of another run than the file at `path` names.
+    Settings that a resumed run may change without harm may differ. Raises ConfigError if another
+    one differs, or if `run.json` is damaged, or of another run than the file at `path`, which has
+    the id of this one.
     """
     run = _read_description(bucket, path)
-    if run is None:
+    if run is None:  # the run is new
         return
     before = flatten_dict(run.settings, sep=".")  # by key, such as "engine.link"
-    now = settings.with_rows(run.settings.get("num_rows", 0)).flat()  # as when the run began
+    # The length of a round may depend on the number of rows, which the run found when it began.
+    now = settings.with_rows(run.settings.get("num_rows", 0)).flat()  # by key, too
     differ = []
-    for key in OPTIONS:
+    for key in OPTIONS:  # the keys of all settings
         matters = kind_of_change(key) != "harmless" or key in _THEIRS
         if matters and before.get(key) != now[key]:
             differ.append(f"{key} = {before.get(key)!r}, now {now[key]!r}")
@@ -301,11 +321,12 @@ class _Driver(NamedTuple):
 def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
     """Become the run's next driver, and return its number, the generation.
 
-    `last` is the number of the last driver in `run.json`; 0 if there was none. This process waits
-    until the newest driver has ended, or has given no sign for `heartbeat_s`. Then it writes the
-    first heartbeat of the next one, unless another process was faster. A store may show an older
-    heartbeat for a while, so that one which changes is waited for again. Raises ConfigError if a
-    driver is alive.
+    This process waits until the newest driver has ended, or its heartbeat has not changed for
+    `heartbeat_s` seconds. Then it writes the first heartbeat of the next driver, unless another
+    process was faster. Raises ConfigError if the newest driver is still alive after twice
+    `heartbeat_s`, or the bucket cannot be written.
+
+    `last` is the number of the last driver in `run.json`; 0 if there was none.
     """
     start_s = time.monotonic()
     changed_s = start_s  # when the newest driver's heartbeat last changed
@@ -313,10 +334,12 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
     if not newest.heartbeat.has_ended:
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
     first = DriverHeartbeat(start=bucket.signatures.start, count=0, adloco_jax=__version__)
-    # Twice `heartbeat_s`: if an older heartbeat was shown first, the wait begins again.
+    # Twice `heartbeat_s`: a bucket may first show an old heartbeat of a driver that is gone, and
+    # then its last one. That is a change, after which the wait begins again.
     while time.monotonic() <= start_s + 2 * heartbeat_s:
         is_free = newest.heartbeat.has_ended or time.monotonic() - changed_s >= heartbeat_s
         generation = newest.generation + 1
+        # `create` returns False if another process has written this heartbeat before.
         if is_free and bucket.create(f"driver/{generation}.json", first):
             return generation
         time.sleep(min(store.LONGEST_PAUSE_S, heartbeat_s / SIGNS))
@@ -330,15 +353,15 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
 
 
 def _newest_driver(bucket: Store, generation: int) -> _Driver:
-    """Return the newest driver of the run: the last in a row of numbers from `generation` on.
+    """Return the newest driver of the run; `generation` is the number of one that is known.
 
-    If there is no heartbeat with the number `generation`, an empty one stands for it, which never
-    changes: that of a driver that is silent. Number 0 stands for no driver; its empty heartbeat
-    says that it has ended.
+    Drivers are numbered one after another, so the numbers from `generation` on are tried until one
+    has no heartbeat. If `generation` itself has none, the driver counts as silent: it gets a
+    heartbeat without content, which never changes. Number 0 is no driver, and counts as ended.
     """
 
     def read(number: int) -> DriverHeartbeat | None:
-        """Return the heartbeat of a driver; None if the number is not taken."""
+        """Return the heartbeat of a driver; None if there is no driver of this number."""
         try:
             return bucket.read_message(f"driver/{number}.json", DriverHeartbeat)
         except Refused:
@@ -372,10 +395,10 @@ class _Exchange:
     id: RequestId  # of the last request that was written
     num_asked: int = 0  # requests that have been submitted
     num_read: int = 0  # responses that have been read
-    heartbeat: LearnerHeartbeat | None = None  # the newest; None: no machine has the number
-    # Of the thread that writes the newest request, once earlier ones are written; None: no request.
+    heartbeat: LearnerHeartbeat | None = None  # the newest; None: no learner has taken the place
+    # Future of the thread that writes the newest request, after earlier ones; None: no request.
     writes: concurrent.futures.Future | None = None
-    # Of the thread that reads the heartbeat; None between two looks.
+    # Future of the thread that reads the heartbeat; None between two looks.
     look: concurrent.futures.Future | None = None
     next_s: float = 0.0  # when to look at the heartbeat next or, during a look, when it began
     pause_s: float = store.FIRST_PAUSE_S  # between two looks
@@ -402,7 +425,7 @@ class BucketTransport:
         Args:
           bucket: The run's objects.
           run: The run's description, with the number of this driver.
-          setup: That from which each learner is made.
+          setup: What each learner is made from; used for the spec of its programs and the settings.
           owner: Returns the name of the learner in a place; empty if it is not known.
         """
         self._store = bucket
@@ -413,7 +436,8 @@ class BucketTransport:
         self._exchanges: dict[int, _Exchange] = {}  # by the learner's number
         # Names in the bucket of parameters, by their kind, the argument of `put`.
         self._params: dict[Hashable, list[str]] = {}
-        self._writes: dict[str, concurrent.futures.Future] = {}  # of parameters, by name
+        # Futures of the threads that write parameters, by name.
+        self._writes: dict[str, concurrent.futures.Future] = {}
         self._num_params = itertools.count()  # parameters that were stored
         self._count = itertools.count(1)  # numbers own heartbeats; `become_next_driver` wrote 0
         # A request that takes longer than this makes the link suspect (`_is_cut_off`).
@@ -421,29 +445,31 @@ class BucketTransport:
         self._sign_s = math.inf  # when the sign of life under way began; infinity: none is
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing = threading.Lock()  # held while a heartbeat is made and written
-        self._is_closed = False
-        self._cleared: set[str] = set()  # names of foreign objects that were deleted
-        self._fault: BaseException | None = None  # an error of a thread
+        self._is_closed = False  # set by `close`: only the last heartbeat is still to be written
+        # Names of refused heartbeats that were deleted from a free place, to print each once.
+        self._cleared: set[str] = set()
+        self._fault: BaseException | None = None  # an error of a thread, which `poll` raises
 
     def give_sign(self) -> None:
-        """Write the heartbeat, and `run.json` if it is gone or damaged.
+        """Write the heartbeat, and `run.json` if it is gone, damaged or overwritten.
 
-        Raises ResourceError if `run.json` names a later driver, which has taken over.
+        Raises ResourceError if `run.json` names a later driver, which has taken over, or the bucket
+        cannot be reached.
         """
         self._sign_s = time.monotonic()
-        found = self._store.valid_message("run.json", RunDescription)
+        found = self._store.valid_message("run.json", RunDescription)  # None: gone or damaged
         if found is not None and found.id == self._run.id and found.driver > self._generation:
             raise ResourceError(f"{self._store.url}: another driver has taken over")
-        if found != self._run:  # missing, damaged or overwritten
+        if found != self._run:
             self._store.put("run.json", store.to_json(self._run))
         self._write_heartbeat()
         self._sign_s = math.inf
 
     def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
-        """Write the driver's heartbeat, with the state of its exchange with each learner.
+        """Write the driver's heartbeat, which lists all places, and the requests in each.
 
-        `has_ended` marks the last heartbeat; later ones are not written. `is_over` says in it that
-        the run is over, and learners need not wait for the next driver.
+        `has_ended` marks the last heartbeat: once the transport is closed, no other is written.
+        `is_over` says in it that the run is over, and learners need not wait for the next driver.
         """
         with self._writing:
             if self._is_closed and not has_ended:
@@ -465,10 +491,11 @@ class BucketTransport:
             self._store.put(f"driver/{self._generation}.json", store.to_json(heartbeat))
 
     def put(self, params: PyTree, kind: Hashable) -> tuple[str, int]:
-        """Begin to write a trainer's parameters, or their update; return their name, and bytes.
+        """Begin to write a trainer's parameters, or their update, in a thread.
 
         `kind` says what they are, such as the update of trainer 0. Of each kind the last two
-        objects stay, as a late learner may still read the older one; others are deleted.
+        objects stay, as a late learner may still read the older one; others are deleted. Returns
+        the object's name, by which requests refer to it, and its size in bytes.
         """
         name = f"params/{self._generation}/{next(self._num_params)}.safetensors"
         names = [*self._params.get(kind, []), name]
@@ -491,8 +518,8 @@ class BucketTransport:
     ) -> concurrent.futures.Future:
         """Call a function in a thread, after other calls have ended; return the call's future.
 
-        `after` are futures of the other calls, or None. The function is not called if the transport
-        was closed meanwhile. `poll` raises its error.
+        `after` are futures that this method has returned for the other calls; None is ignored. The
+        function is not called if the transport was closed meanwhile. `poll` raises its error.
         """
 
         def wait_and_act() -> None:
@@ -506,9 +533,9 @@ class BucketTransport:
         return store.in_thread(wait_and_act)
 
     def act_and_keep_fault(self, act: Callable[[], None]) -> None:
-        """Call a function here; if it raises an error, keep that for `poll`, which raises it.
+        """Call a function; if it raises an error, keep that for `poll`, which raises it.
 
-        `poll` runs in the main thread; this is for others.
+        This is for other threads: `poll` runs in the main one, which can end the run.
         """
         try:
             act()
@@ -519,16 +546,21 @@ class BucketTransport:
         """Offer a place to machines that want to join; return its handle for calls."""
         handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
-        self._act_in_thread(self._write_heartbeat)  # which says that the place is free
+        self._act_in_thread(self._write_heartbeat)  # it says that the place is free
         return handle
 
-    # `**arguments` are those of the method: fields of `RequestMessage`, and `inputs`.
     def submit(self, handle: RequestId, method: str, **arguments: Any) -> tuple[RequestCall, int]:
         """Call a method of a learner; return the call, for `poll`, and the request's bytes.
 
-        `handle` is the learner's place, as `start` returned it; `method` is "run_round", "states"
-        or "ping". The request is written in a thread, after the learner's earlier requests and the
-        parameters that it names. A "ping" writes nothing: the learner's next heartbeat answers it.
+        The request is written in a thread, after the learner's earlier requests and the parameters
+        that it names. A "ping" writes nothing: the learner's next heartbeat answers it.
+
+        Args:
+          handle: The learner's place, as `start` returned it.
+          method: "run_round", "states" or "ping".
+          **arguments: Of "run_round": `request`, `inputs` (arrays: learning rates and inner states)
+            and `params` (the name that `put` returned, or None). Of "states": `wanted`, the keys of
+            the inner states.
         """
         exchange = self._exchanges[handle.learner]
         if method == "ping":
@@ -539,18 +571,19 @@ class BucketTransport:
 
         exchange.num_asked += 1
         call = RequestCall(method, handle.of(exchange.num_asked))
+        # What the learner will write is compared with `call.form`, the form of its arrays.
         inputs: Inputs | None = arguments.pop("inputs", None)
         if inputs is not None:  # the method is "run_round"
             request = arguments["request"]
-            # One response for each worker; what the learner writes is compared with this form.
+            # `request.work` has an entry for each worker, and each has a response.
             call.form = [response_form(self._spec, request, work) for work in request.work]
-            packed = {}  # quantised, as the link may be slow
+            packed = {}  # inner states by worker id, quantised, as the link may be slow
             for worker_id, state in inputs.inner_states.items():
                 packed[worker_id] = jax.device_get(pack_state(state, self._spec.outer.precision))
             inputs = inputs._replace(inner_states=packed)
             arguments["states"] = [*packed]  # the workers' ids
         message = RequestMessage(id=call.id, **arguments)
-        if message.wanted:  # the keys of inner states, if the method is "states"
+        if message.wanted:  # the method is "states"
             call.form += [state_form(self._spec)] * len(message.wanted)
         data = store.pack(message, inputs)
 
@@ -560,18 +593,19 @@ class BucketTransport:
             exchange.id = call.id  # only now, as the heartbeat names requests that are there
             self._write_heartbeat()
 
-        # One learner's request does not wait for another's, but for its parameters.
-        params = None  # the future of their write, if it is still known
+        # It is written after this learner's earlier requests, and after its parameters.
+        params_write = None  # the future of the parameters' write
         if message.params is not None:
-            params = self._writes.get(message.params)
-        exchange.writes = self._act_in_thread(write, exchange.writes, params)
+            params_write = self._writes.get(message.params)
+        exchange.writes = self._act_in_thread(write, exchange.writes, params_write)
         return call, len(data)
 
     def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
         """Return the replies to calls that have ended; wait until one has, or the time is over.
 
-        As long as the link to the bucket does not work, it waits on. Raises ResourceError if
-        another driver has taken over, or the error of a thread.
+        As long as the link to the bucket does not work, it waits on. Raises the error of a thread,
+        which is ResourceError or ConfigError if the bucket cannot be read or written, and
+        ResourceError if another driver has taken over.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -592,11 +626,12 @@ class BucketTransport:
     def _is_cut_off(self) -> bool:
         """Whether the link to the bucket seems not to work.
 
-        Either the sign of life under way takes longer than `_late_s`; or so does a look at a
-        learner's heartbeat, and no other look has returned since it began.
+        It seems so if the sign of life under way takes longer than `_late_s` seconds. It also does
+        if a look at a learner's heartbeat takes longer, and no other look has returned since that
+        one began.
         """
         late_since_s = time.monotonic() - self._late_s  # what began before takes too long
-        if self._sign_s < late_since_s:
+        if self._sign_s < late_since_s:  # infinity if none is under way
             return True
         for exchange in self._exchanges.values():
             is_under_way = exchange.look is not None and not exchange.look.done()
@@ -606,10 +641,11 @@ class BucketTransport:
         return False
 
     def _look_for_heartbeat(self, exchange: _Exchange) -> None:
-        """Take the heartbeat of a learner if it has come, or request it if it is time.
+        """Look for a newer heartbeat of a learner, and store it in `exchange.heartbeat`.
 
-        A newer one is then in `exchange.heartbeat`. The pauses between looks grow. They are short
-        again once the learner has joined, or has written a response.
+        A call does not wait: it begins a look in a thread if it is time for one, or takes the
+        result of a look that has ended. The pauses between looks grow. They are short again once
+        the learner has joined, or has written a response.
         """
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
@@ -631,12 +667,14 @@ class BucketTransport:
             if before is None or heartbeat.num_responses != before.num_responses:
                 exchange.pause_s = store.FIRST_PAUSE_S
             exchange.heartbeat = heartbeat
-            if before is None:  # the place is taken now: tell others
+            if before is None:  # the place is taken now: tell other learners
                 self._act_in_thread(self._write_heartbeat)
         exchange.next_s = time.monotonic() + exchange.pause_s
 
     def _read_heartbeat(self, name: str, is_free: bool) -> LearnerHeartbeat | None:
-        """Read the heartbeat with a name; None if there is none, or it is refused.
+        """Read a learner's heartbeat, the object `name`, in a thread.
+
+        Returns None if there is none, if it is refused, or if reading was given up after a signal.
 
         `is_free` says that no learner has the place yet. Then an object that is refused, such as
         one of an earlier start of the driver, is deleted, as it keeps learners out.
@@ -648,9 +686,10 @@ class BucketTransport:
 
         try:
             if is_free:
+                # Before it is deleted, it is read again: it may have been damaged on its way.
                 return store.retry_if_refused(read)
             return read()
-        except ResourceError:  # a signal has ended the patience
+        except ResourceError:  # after a signal a failed read is not repeated
             return None
         except Refused as error:
             if is_free:
@@ -670,9 +709,9 @@ class BucketTransport:
         if heartbeat is None:
             return None
         if call.what == "ping":
-            # The first heartbeat after the ping answers it. `request` is the count of the newest
-            # one at the ping, so another count tells it. A learner that has left writes no other,
-            # so its last one is the answer.
+            # The first heartbeat after the ping answers it. `call.id.request` is the count of the
+            # newest heartbeat when the learner was pinged, so a newer one has another count. A
+            # learner that has left writes no newer one: its last heartbeat is the answer.
             is_answer = heartbeat.sign.has_left or heartbeat.count != call.id.request
             if not is_answer:
                 return None
@@ -688,17 +727,21 @@ class BucketTransport:
     def _read_response(self, call: RequestCall) -> Reply:
         """Read the response to a call, and delete it with its request; return it as a reply.
 
-        The reply's value is `Refused` if the response is not what it should be or cannot be read,
-        or if the learner has refused the request. Its `error` says why the learner has ended, if it
-        has.
+        The reply's value is a list: the `Response` of each worker, or the inner states that were
+        asked for. It is `Refused` if the object is not what it should be or cannot be read, or if
+        the learner has refused the request. The reply's `error` says why the learner has ended;
+        empty if it has not.
         """
         name = call.id.name("responses")
 
         def form_of(message: ResponseMessage) -> list[PyTree] | None:
-            """Return what the arrays of the response must look like; None: it must have none."""
+            """Return the form that the arrays of the response must have; None: it must have none.
+
+            Raises Refused if the message responds to another request.
+            """
             if message.id != call.id:
                 raise Refused(f"{name}: responds to another request")
-            if message.error:
+            if message.error:  # the request was not run
                 return None
             return call.form
 
@@ -735,7 +778,7 @@ class BucketTransport:
         self._act_in_thread(lambda: self._store.delete(*left), exchange.writes)
 
     def close(self, *, is_over: bool) -> None:
-        """Say on the heartbeat that the driver has ended, and delete its rounds.
+        """Say on the heartbeat that the driver has ended; delete parameters, requests, responses.
 
         `is_over` says that the run is over, so learners need not wait for the next driver. After a
         signal this waits only a few seconds for the bucket, and raises nothing. Otherwise it raises

@@ -20,18 +20,19 @@ from adloco_jax.host.terminal import say
 from adloco_jax.settings import Settings
 
 _COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]  # the learner
-_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]  # prints what fits the accelerator here
-_SOON_S = 60.0  # a child that ends sooner than this fails for a reason that stays
-_PAUSE_S = 5.0  # before another is started
-_LAST_S = 10.0  # for a child to see that the run is over
-_CHECK_S = 0.05  # from one look at whether the child has ended to the next
-_KEEPER_S = 1.0  # for the thread that prints its lines to end
+# Prints, as JSON, the values of `model.base_dtype` and `model.remat` that fit the accelerator here.
+_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]
+_SOON_S = 60.0  # a child that fails within this time would fail again
+_PAUSE_S = 5.0  # after a failure, before another child is started
+_LAST_S = 10.0  # for a child to see that the run is over, and to end
+_CHECK_S = 0.05  # between two checks of whether the child has ended
+_KEEPER_S = 1.0  # for the thread that prints the child's lines to print the last ones
 _MARK = "  here | "  # before each line that the child prints
 
 
 @contextlib.contextmanager
 def own_learner(
-    given: LearnerSetup,
+    setup: LearnerSetup,
     address: str,
     is_over: Callable[[], bool],
     *,
@@ -41,17 +42,19 @@ def own_learner(
     """Keep a learner on this computer, if the settings say so, as long as the `with` block runs.
 
     The learner joins the run like one of another computer, and its lines are printed with a mark.
-    If it fails soon after its start, this process ends with ResourceError's code; if later, another
-    is started. At the end of the block it has some seconds to see that the run is over.
+    If it fails within a minute of its start, this process ends with ResourceError's exit code; if
+    later, another is started.
 
     Args:
-      given: That from which learners are made; not by `fit`, as a child has not the caller's model.
+      setup: What learners are made from. Only two parts are used: the settings, and whether the
+        model was given to `fit` (`by_fit`). Then no learner is started, as it cannot be sent that.
       address: The run's: a bucket's, or a ticket.
-      is_over: Returns whether the run is over. If not, the child ends at once.
+      is_over: Called at the end of the `with` block: whether the run is over. Then the learner has
+        some seconds to leave by itself; otherwise it is ended at once.
       key: The child's secret key, for a ticket.
       secret: The run's `ADLOCO_KEY`, for a bucket.
     """
-    if given.by_fit or not given.settings.engine.starts_learner:
+    if setup.by_fit or not setup.settings.engine.starts_learner:
         yield
         return
     configs = [str(path) for path in executed]  # the user's config files, which the child runs too
@@ -70,7 +73,8 @@ def own_learner(
             if ended.is_set() or code == 0:  # 0: the run is over for it, or it was asked to leave
                 return
             say(f"the learner on this computer has ended, exit code {code}")
-            if time.monotonic() - start_s < _SOON_S and not processes.is_asked_to_stop():
+            has_failed_soon = time.monotonic() - start_s < _SOON_S
+            if has_failed_soon and not processes.is_asked_to_stop():  # a signal may have ended it
                 # An error raised in this thread would not end the driver.
                 end_process(ResourceError("engine.trains_here: it ended soon after its start"))
             if ended.wait(_PAUSE_S):
@@ -88,20 +92,22 @@ def own_learner(
         while child.poll() is None and time.monotonic() < until_s:
             time.sleep(_CHECK_S)
         if child.stdin is not None:
-            with contextlib.suppress(OSError):  # the pipe is broken, as it has ended already
-                child.stdin.close()  # ends it
-        with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(OSError):  # the pipe is broken, as the child has ended already
+                child.stdin.close()  # the child ends when its input does
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed next
             child.wait(_LAST_S)
-        child.kill()  # if it has not ended by itself; else this does nothing
-        keeper.join(_KEEPER_S)
+        child.kill()  # does nothing if it has ended by itself
+        keeper.join(_KEEPER_S)  # it prints the child's last lines
 
 
 def _start(first_line: str) -> "subprocess.Popen[str]":
-    """Start the child's process, and write the first line of its standard input, which stays open.
+    """Start the child's process, and write the first line of its standard input.
+
+    The input stays open, because its end ends the child. The child's output and errors come as
+    lines of text from `stdout` of the process that is returned.
 
     `first_line` is JSON: the run's address, the child's key, the run's secret, and the paths of the
-    config files. The input stays open because its end ends the child. Standard output and errors
-    are one pipe of text, from which the caller reads lines.
+    config files.
     """
     process = subprocess.Popen(
         _COMMAND,
@@ -114,7 +120,7 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
         start_new_session=True,  # ^C in the terminal is for the driver
     )
     assert process.stdin is not None
-    # The pipe is broken if the child has ended already; whoever waits for it sees its exit code.
+    # The pipe is broken if the child has ended already. The caller, who waits for it, sees that.
     with contextlib.suppress(OSError):
         process.stdin.write(first_line + "\n")
         process.stdin.flush()
@@ -122,11 +128,14 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
 
 
 def end_with_parent() -> None:
-    """End this process when its standard input ends: the driver has ended."""
+    """Start a thread that ends this process when its standard input ends: the driver has ended.
+
+    It is called in the child, which has read the first line of the input; nothing comes after that.
+    """
 
     def watch() -> None:
-        """Read the input to its end, and end this process."""
-        while sys.stdin.buffer.read(1):  # what comes after the first line means nothing
+        """Wait for the end of the input, and end this process."""
+        while sys.stdin.buffer.read(1):
             pass
         os._exit(0)  # `sys.exit` would end only this thread
 
@@ -134,15 +143,16 @@ def end_with_parent() -> None:
 
 
 def as_own_learner_fits(settings: Settings) -> Settings:
-    """Find `model.base_dtype`, and an unset `model.remat`, for the learner on this computer.
+    """Choose `model.base_dtype` to fit the memory of this computer's accelerator; return settings.
 
-    The learner has the accelerator here, not this process. So another process looks at it, and ends
-    before the learner starts. Raises ResourceError if nothing fits.
+    `model.remat` is chosen as well if it is unset. The accelerator is for the learner on this
+    computer, so this process does not touch it: another one tries what fits, and ends before the
+    learner starts. Raises ResourceError if nothing fits, or that process fails.
     """
     asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
     done = subprocess.run(_LOOK, input=json.dumps(asked) + "\n", stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
-    last = lines[-1] if lines else ""  # JSON, or the error in words
+    last = lines[-1] if lines else ""  # JSON with the two values, or the error in words
     if done.returncode != 0:
         raise ResourceError(f"model.base_dtype: not found by what fits here; set it ({last})")
     found = json.loads(last)
