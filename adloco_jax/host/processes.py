@@ -72,12 +72,13 @@ def connect(
     if coordinator:
         failure += f" at {coordinator}"
 
-    # JAX's wait cannot be interrupted, and at its own time limit it aborts with a stack trace. So a
-    # timer ends the process before that limit.
     def give_up():
+        """End this process with a line on stderr, from the thread of the timer."""
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 
+    # JAX's wait cannot be interrupted, and at its own time limit it aborts with a stack trace. So a
+    # timer ends the process before that limit.
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
@@ -119,7 +120,8 @@ def leave_accelerator() -> None:
     A learner is a process that trains for an elastic run. Raises ConfigError if this process uses
     the accelerator already.
     """
-    if not jax._src.xla_bridge.backends_are_initialized():  # JAX has not been used yet
+    # Once JAX has been used, its platform is fixed. No public function tells whether it has.
+    if not jax._src.xla_bridge.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "cpu":
         raise ConfigError(
@@ -234,6 +236,7 @@ def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
     """
 
     def run() -> None:
+        """Call `act`; if it raises an error, print that and end the process."""
         try:
             act()
         except Exception as error:  # deliberately broad, because nobody waits for the thread
@@ -253,6 +256,7 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
     ended = threading.Event()
 
     def repeat() -> None:
+        """Call `act` after each pause, until the `with` block has ended."""
         while not ended.wait(seconds):
             act()
 
@@ -261,14 +265,15 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(seconds)  # what it calls may hang
+        thread.join(seconds)  # not longer, because what it calls may hang
 
 
 def end_others(message: str) -> None:
     """End all other processes with exit code 5, because this process has failed.
 
-    They look for the failure every second, in `ending_together`. They may be in a collective that
-    cannot be interrupted; JAX would abort them when process 0 ends.
+    They look for the failure every second (`ending_together`), and print the message. They may be
+    in a collective, a computation of all processes, which cannot be interrupted; without this, JAX
+    would abort them when process 0 ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
@@ -326,9 +331,10 @@ def _client():
 
 
 def require_equal(what: dict[str, str], advice: str) -> None:
-    """Raise ConfigError, ending with `advice`, in every process if named values differ.
+    """Raise ConfigError in every process if named values differ between processes.
 
-    `what` has this process's values by their names. All processes must call this.
+    `what` has this process's values by their names. The message names those that differ, and ends
+    with `advice`. All processes must call this.
     """
     values_of_processes = gather(dict(what))
     values_of_first = values_of_processes[0]

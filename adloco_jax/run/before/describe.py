@@ -102,8 +102,8 @@ def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     """Say in a line which parameters have which label; no line without labels.
 
     `tx` is the inner optimizer's name, and `labels` has the label of each parameter, such as
-    "hidden matrix", by its name. Numbers in names, as of layers, become `*`. With muon the line
-    says which of its two optimizers a parameter gets.
+    "matrix", by its name. Numbers in names, as of layers, become `*`. With muon the line says which
+    of its two optimizers a parameter gets.
     """
     if not labels:
         return []

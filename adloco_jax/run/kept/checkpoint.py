@@ -97,6 +97,7 @@ class Saver:
         self.folder = folder
         self._keep = keep
         self._on_saved = on_saved
+        # Copies arrays when it is called, and writes the copies on threads of its own.
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # The last save, until `wait` has told whether it failed.
@@ -114,8 +115,8 @@ class Saver:
         Args:
           round_index: Number of completed rounds, which names the checkpoint.
           arrays: A dataclass of `flax.struct` whose fields are saved, such as `Ensemble`.
-          host: Content of `host.json`.
-          loss: Held-out loss after this round, if it was measured and is finite.
+          host: Content of `host.json`, as plain JSON.
+          loss: Held-out loss after this round; None if it was not measured, or is not finite.
         """
         start_s = time.perf_counter()
         self.wait()
@@ -123,7 +124,7 @@ class Saver:
         with self._naming_errors(round_index):
             _on_all("a checkpoint begins", _FAULTS, lambda: self._make_staging(staging))
             saved = ocp.args.StandardSave(_fields(arrays))
-            # Orbax writes on threads of its own, and takes absolute paths alone.
+            # Orbax accepts only absolute paths.
             self._orbax.save(staging.absolute() / _ARRAYS, args=saved)
         blocked_s = time.perf_counter() - start_s
 
@@ -159,13 +160,16 @@ class Saver:
         pending.result()
 
     def close(self) -> None:
-        """Wait until the last save has ended, raise nothing, end the thread."""
+        """Wait until the last save has ended, and end the thread; its failure is not raised."""
         self._thread.shutdown()
         self._orbax.close()
 
     @contextlib.contextmanager
     def _naming_errors(self, round_index: int) -> Iterator[None]:
-        """Turn an error in the `with` block into a ResourceError that names the checkpoint."""
+        """Turn an error of a save in the `with` block into a ResourceError with the checkpoint.
+
+        Such errors are OSError, ValueError (Orbax's for a full disk) and Damaged; others pass.
+        """
         try:
             yield
         except _FAULTS as error:
@@ -212,8 +216,11 @@ class Saver:
         return sum(file.size for file in files.values())
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints: keep the newest ones, and the one with the lowest loss."""
-        losses: dict[int, float | None] = {}  # by round, the newest first
+        """Delete old checkpoints: keep the newest ones, and the one with the lowest loss.
+
+        Raises OSError if one cannot be deleted.
+        """
+        losses: dict[int, float | None] = {}  # by round, the newest first; None: not measured
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):  # a damaged one is neither counted nor deleted
                 losses[number] = read_manifest(self.folder / str(number)).loss
@@ -309,6 +316,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
     Raises:
       CheckpointError: If all are damaged (then none is renamed), or one has another format.
+      Exception: What else `read` raises.
     """
     damage = []
     # Process 0 lists the checkpoints and compares the hashes, which takes long and need not be done

@@ -57,9 +57,9 @@ def save(
     Args:
       params: The trained parameters: those of the model, or of its adapter.
       folder: Folder to write, which is replaced.
-      model: Of the run.
-      adapter: Of the run; a rank of 0 means that there is none.
-      tokenizer: Is written beside the model; None: of rows without text.
+      model: The run's settings of its model.
+      adapter: The run's settings of its adapter; with a rank of 0 there is none.
+      tokenizer: Is written beside the model; None if rows are no text.
       base_sha256: The run's hash of the frozen weights, with which the adapter belongs.
       merge: Add the adapter to the frozen weights.
       dtype: Of the written weights; None: that of the checkpoint with which training began.
@@ -80,13 +80,14 @@ def save(
             folder,
             tokenizer,
             network=network,
-            base=hf.base_of(model.init_from),
+            base=hf.base_of(model.init_from),  # name or path of the frozen weights
             sha256=base_sha256,
             base_dtype=model.base_dtype or "",
         )
         return "float32"  # of an adapter always
     if adapter.rank:  # with `merge`
         loaded = hf.load(model.init_from)
+        # Raises DataError for other weights than those with which the adapter was trained.
         hf.require_same_base(loaded, base_sha256, f"model.init_from={model.init_from}")
         # The base weights alone: what was loaded may have an adapter already.
         _, base = split_adapter(loaded.params)
@@ -94,7 +95,7 @@ def save(
         network = network.clone(adapter=None)  # whose weights now contain the adapter
     config = json.loads(model.checkpoint or "{}")  # of the checkpoint with which training began
     if dtype is None:
-        stored_as = config.get("dtype", config.get("torch_dtype"))
+        stored_as = config.get("dtype", config.get("torch_dtype"))  # its new and its old name
         dtype = "bfloat16" if stored_as == "bfloat16" else "float32"
     hf.save(
         params,
@@ -109,10 +110,10 @@ def save(
 
 
 def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Return the tokenizer with which an exported model knows where what it writes ends.
+    """Return the tokenizer of an exported model, with all tokens at which a text or answer ends.
 
-    A model that was trained on chats ends an answer with a token of its own, which is added to
-    those that end a text. Otherwise the tokenizer is unchanged, or None without one.
+    A model that was trained on chats ends an answer with another token than a text, which is added
+    to those that end a text. Otherwise the tokenizer is unchanged, or None without one.
     """
     if tokenizer is None or not data.is_chat:
         return tokenizer
@@ -130,18 +131,20 @@ def write_consensus(
 ) -> None:
     """Replace a folder by the consensus model; print path and layout.
 
-    Hugging Face layout if the architecture has names for it and the shapes are the configured ones;
-    otherwise `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`. A caller
-    of `fit` may have given parameters of other shapes. `base_sha256` is the run's hash of the
-    frozen weights, or empty. Raises ResourceError if the folder cannot be written.
+    The layout is Hugging Face's if the architecture has names for it and the parameters have the
+    configured shapes; a caller of `fit` may have given others. Otherwise it is the file
+    `params.safetensors`, with leaves named by path, such as `decoder/0/kernel`. `tokenizer` is
+    None if rows are no text. `base_sha256` is the run's hash of the frozen weights, or empty.
+    Raises ResourceError if the folder cannot be written.
     """
     model = settings.model
     adapter = settings.adapter
     tokenizer = _for_answers(settings.data, tokenizer)
     network = build_network(model, adapter)
     is_as_configured = _shapes(params) == _shapes(param_shapes(network))
+    has_names = hf.weight_map(network) is not None  # for its parameters, in Hugging Face layout
     # An adapter has other shapes than the network whose weights it changes.
-    if hf.weight_map(network) is not None and (is_as_configured or adapter.rank):
+    if has_names and (is_as_configured or adapter.rank):
         dtype = save(params, folder, model, adapter, tokenizer, base_sha256=base_sha256)
         layout = "in Hugging Face layout"
         if adapter.rank:
@@ -194,9 +197,10 @@ def read_trained(
         data are needed, or an entry that the user added to a table is not defined here.
       CheckpointError: If the checkpoint or the run's record is damaged, or of another format.
       DataError: If the data cannot be read.
+      ResourceError: If the hub that has the data does not answer, or memory does not suffice.
     """
     workdir = Path(workdir)
-    settings = recorded_settings(workdir)
+    settings = recorded_settings(workdir)  # raises CheckpointError without a record
     before = recorded(workdir)
     assert before is not None, "its settings were read"
     path = _checkpoint_of(workdir, round)
@@ -205,7 +209,8 @@ def read_trained(
         checkpoint.verify(path)
         ensemble, control = _read_ensemble(path, settings, spec)
     except (checkpoint.Damaged, ConfigError) as error:
-        refuse_fit(workdir)  # its model is not the configured one, which is the better reason
+        # Of a run of `fit`, say instead that the model is not the configured one: that is why.
+        refuse_fit(workdir)
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error

@@ -51,10 +51,10 @@ def scalars(event: dict) -> dict[str, float]:
 
 
 def losses_by_update(event: dict) -> list[tuple[int, dict[str, float]]]:
-    """List the training losses within a round: the trainer's updates until then, and {name: loss}.
+    """List the training losses within a round, each with the trainer's updates until then.
 
-    Losses that were not finite are left out. `event` is any line of the ledger; only `round` lines
-    have such losses.
+    A loss is a dict from its name to its value. Those that were not finite are left out. `event` is
+    any line of the ledger; only `round` lines have such losses.
     """
     name = f"train_loss_by_update/trainer_{event.get('trainer')}"
     pairs = event.get("train_losses", ())
@@ -72,7 +72,7 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
     folder = str(workdir / "tensorboard")
     # The history is sent again because a killed process may have lost the last part of its file.
-    # `purge_step=0` hides what older files have from step 0 on; each 10 s what came is written.
+    # `purge_step=0` hides what older files have from step 0 on. Lines are on disk within 10 s.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event: dict) -> None:
