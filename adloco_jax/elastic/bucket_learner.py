@@ -6,7 +6,10 @@ writes the place's heartbeat first has it. A heartbeat is a small object that it
 again and again. Driver and learner see in the other's that it is alive, and how many requests and
 responses it has written; `bucket` has the names of the objects. A learner's patience is how long it
 waits for a driver. The run is over once it needs no more rounds; a driver that has ended before
-may be started again.
+may be started again. An object or request is refused (`Refused`) if it is not what it should be.
+
+`bucket`, an argument here, is the `Store` that keeps the run's objects: a bucket, or the driver
+itself, which a learner with a ticket reaches directly.
 """
 
 import contextlib
@@ -64,17 +67,23 @@ _SHORTEST_S = 1e-9  # that a round may take in a printed speed, as it is divided
 def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store]:
     """Open the bucket at an address, or connect to the driver that a ticket names.
 
-    A ticket is the address of a driver that learners reach directly, without a bucket.
+    A ticket is the address of a driver that learners reach directly, without a bucket. The
+    connection is closed at the end of the `with` block.
 
     Args:
       address: The bucket's address, or a ticket.
       patience_s: Seconds after which a request that keeps failing raises ResourceError.
       key: This learner's secret key for a ticket; None: that of its user.
 
+    Yields:
+      The store of the run's objects.
+
     Raises:
-      ConfigError: If the key of a bucket is not set, the address is neither a bucket nor a ticket,
-        the package that it needs is missing, or the driver does not let this learner in.
-      ResourceError: If the driver that a ticket names cannot be reached.
+      ConfigError: If the key of a bucket (`ADLOCO_KEY`) is not set or too short, the address is
+        neither a bucket nor a ticket, the package that it needs is missing, or the driver does not
+        let this learner in.
+      ResourceError: If the driver that a ticket names cannot be reached, or the user's folder of
+        keys cannot be written.
     """
     if not is_ticket(address):
         check_installed("obstore", "", "adloco join")
@@ -97,8 +106,9 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
 def read_run(bucket: Store) -> RunDescription | None:
     """Read the description of the run, or wait for a driver that writes it; None after a signal.
 
-    Raises ConfigError if the object is no such description, or is not signed with this key;
-    ResourceError if no driver has come within the bucket's patience.
+    Raises ConfigError if the object is no such description, is not signed with this key, or may not
+    be read; ResourceError if the bucket cannot be reached, or no driver has come within its
+    patience.
     """
 
     def read() -> RunDescription | None:
@@ -118,11 +128,11 @@ def read_run(bucket: Store) -> RunDescription | None:
                 " version of adloco_jax"
             ) from error
         except ResourceError:
-            if processes.is_asked_to_stop():
-                break  # the signal has ended the read
+            if processes.is_asked_to_stop():  # then a failed read is not repeated
+                break
             raise
         if not has_told:
-            print(f"{bucket.url}: waiting for a driver", flush=True)  # once
+            print(f"{bucket.url}: waiting for a driver", flush=True)
         has_told = True
         _check_patience(bucket, start_s)
         time.sleep(store.LONGEST_PAUSE_S)
@@ -130,7 +140,10 @@ def read_run(bucket: Store) -> RunDescription | None:
 
 
 def _check_patience(bucket: Store, since_s: float) -> None:
-    """Raise ResourceError if there has been no driver for too long: since the time `since_s`."""
+    """Raise ResourceError if the time `since_s` is longer ago than the bucket's patience.
+
+    `since_s` is when a driver was last there, on the clock `time.monotonic`.
+    """
     if time.monotonic() - since_s > bucket.patience_s:
         minutes = bucket.patience_s / 60
         raise ResourceError(f"{bucket.url}: left, as for {minutes:g} minutes there was no driver")
@@ -155,7 +168,7 @@ class Step(enum.StrEnum):
 
 
 class _Result(NamedTuple):
-    """The result of a request of the driver."""
+    """The result of a request of the driver that was read and run."""
 
     request: Request | None  # the round that was run; None: inner states were asked for
     arrays: list[Response] | list[PyTree]  # the round's responses, or the packed inner states
@@ -177,7 +190,7 @@ class BucketLearner:
         Args:
           bucket: The run's objects; they are signed for the run `run_id` from now on.
           learner: Runs the rounds.
-          setup: That from which the learner was made.
+          setup: What the learner was made from; used for the spec of its programs and the settings.
           workdir: Folder of its logs; None: there are none.
           run_id: Id of the run that `run.json` describes.
         """
@@ -194,8 +207,8 @@ class BucketLearner:
         self.handle: RequestId | None = None  # this learner's place in the run; None: it has none
         self.num_responses = 0  # that were written in this place
         self._count = 0  # own heartbeats that were written
-        self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat
-        self._changed_s = time.monotonic()  # when that came
+        self.driver = DriverHeartbeat(count=0)  # the driver's newest heartbeat; first an empty one
+        self._changed_s = time.monotonic()  # when the newest one came
         self._is_of_another_run = False  # whether the bucket is another run's now
         self._writing = threading.Lock()  # held while `handle` changes, or its heartbeat is written
         self._idle_s = time.monotonic()  # when the last response was sent
@@ -210,7 +223,8 @@ class BucketLearner:
         if there has been no driver for longer than the bucket's patience; ConfigError if the driver
         has another version of this package; and what a request has raised, unless it is Refused.
         """
-        pause_s = store.FIRST_PAUSE_S
+        pause_s = store.FIRST_PAUSE_S  # it grows as long as there is nothing to do
+        # In a thread, whose error would end the process.
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
             while True:
                 step = self.step()
@@ -230,7 +244,8 @@ class BucketLearner:
                     _check_patience(self._store, self._changed_s)
                 time.sleep(pause_s)
 
-        # A driver that is alive is told by a last heartbeat; otherwise the heartbeat is deleted.
+        # A driver that is alive, and goes on, is told by a last heartbeat that the learner leaves.
+        # Otherwise nobody reads the heartbeat, and it is deleted.
         self._has_left = step == Step.NOTHING and self._is_driver_alive()
         if self._has_left:
             self.give_sign()
@@ -241,9 +256,9 @@ class BucketLearner:
         return True
 
     def step(self) -> Step:
-        """Look at the driver's heartbeat, and take a place in its run or do its next request.
+        """Read the driver's heartbeat; take a place in its run, or run its next request.
 
-        Returns what was found; it does not wait for the driver. An error of a request is raised
+        Returns what was done; it does not wait for the driver. An error of a request is raised
         after the driver was told, unless it is Refused. Raises ConfigError if the driver has
         another version of this package.
         """
@@ -266,7 +281,8 @@ class BucketLearner:
             self._say(f"lost: the driver goes on without learner {number}, as it was silent")
             return Step.DONE
 
-        # Requests are numbered from 1 on, and each has one response.
+        # Requests are numbered from 1 on, and each has one response. `own.id.request` is the number
+        # of the newest one.
         if own.id.request <= self.num_responses:
             return Step.NOTHING
         self._run_request(self.handle.of(self.num_responses + 1))
@@ -274,13 +290,17 @@ class BucketLearner:
 
     def give_sign(self) -> None:
         """Write this learner's heartbeat, if it has a place in the run."""
-        with self._writing:
+        with self._writing:  # the place must not change meanwhile
             if self.handle is not None:
                 heartbeat = store.to_json(self._next_heartbeat())
                 self._store.put(self.handle.heartbeat_name(), heartbeat)
 
     def _own_requests(self) -> LearnerRequests | None:
-        """Return what the driver's heartbeat says of this learner's place; None: nothing."""
+        """Return what the driver's heartbeat says of this learner's place.
+
+        It is the number of the newest request there, and how many responses the driver has read.
+        None if the heartbeat does not list the place: the driver has given it up.
+        """
         for each in self.driver.learners:
             if each.id.of(0) == self.handle:  # the place's id, without a request
                 return each
@@ -301,6 +321,7 @@ class BucketLearner:
         self._count += 1
         if processes.is_asked_to_stop():
             self.learner.leaving = True
+        # `ping` returns the learner's data, versions and devices, and whether it is leaving.
         sign = self.learner.ping().model_copy(update={"has_left": self._has_left})
         return LearnerHeartbeat(count=self._count, num_responses=self.num_responses, sign=sign)
 
@@ -311,21 +332,22 @@ class BucketLearner:
         self._said = line
 
     def _is_driver_alive(self) -> bool:
-        """Whether the driver has not ended, nor been silent until it counts as lost."""
+        """Whether the driver has not ended, and its heartbeat has changed within `heartbeat_s`."""
         silent_s = time.monotonic() - self._changed_s
         return silent_s < self._heartbeat_s and not self.driver.has_ended
 
     def _look_for_driver(self) -> bool:
-        """Read the heartbeat of the newest driver, and print a line if it has ended or is silent.
+        """Read the newest driver's heartbeat to `self.driver`; return whether there is a driver.
 
-        `self.driver` is the newest heartbeat afterwards. Returns False if no driver is known yet,
-        or the last one has ended and may be started again. True does not mean that the driver is
-        alive: it may be silent, or the run may be over.
+        Returns False if no driver is known yet, or the last one has ended and may be started again.
+        True does not mean that the driver is alive: it may be silent, or the run may be over. A
+        line is printed if the driver has ended or is silent.
         """
         # A newer heartbeat of the known driver.
         if self.generation > 0:
             heartbeat = self._read_driver(self.generation)
             if heartbeat is not None and heartbeat.start == self.driver.start:
+                # A bucket may show an older heartbeat for a while; its count is smaller.
                 if heartbeat.count > self.driver.count:
                     self._changed_s = time.monotonic()
                     self.driver = heartbeat
@@ -344,15 +366,15 @@ class BucketLearner:
     def _change_to_newest_driver(self) -> None:
         """Leave the known driver for the one that `run.json` names, if that is another.
 
-        They are told apart by the id of the driver's start in the heartbeat. Nothing changes if
-        there is no driver. If the bucket has become another run's, `_is_of_another_run` says so.
+        Nothing changes if no driver is named there. If `run.json` is of another run, only
+        `_is_of_another_run` is set.
         """
         run = self._store.valid_message("run.json", RunDescription)
         self._is_of_another_run = run is not None and run.id != self._run_id
         if run is None or self._is_of_another_run:
             return
         heartbeat = self._read_driver(run.driver)
-        if heartbeat is None or heartbeat.start == self.driver.start:
+        if heartbeat is None or heartbeat.start == self.driver.start:  # none, or the known one
             return
         self._give_place_up()
         self.generation = run.driver
@@ -363,11 +385,12 @@ class BucketLearner:
     def _give_place_up(self) -> None:
         """Give the place up, if there is one; delete its heartbeat and its last response.
 
-        The driver has deleted the rest when it lost this learner, and may not have seen these.
+        The driver deletes the objects of a learner that it has lost. These two may have been
+        written after that.
         """
         if self.handle is None:
             return
-        with self._writing:
+        with self._writing:  # a heartbeat under way is written first, and then deleted
             before = self.handle
             self.handle = None
         last_response = before.of(self.num_responses).name("responses")
@@ -378,7 +401,7 @@ class BucketLearner:
         return self._store.valid_message(f"driver/{generation}.json", DriverHeartbeat)
 
     def _take_free_place(self) -> bool:
-        """Take a free place in the driver's run; return whether there was one.
+        """Take a free place in the driver's run; return whether this learner has one now.
 
         Raises ConfigError if the driver has another version of this package.
         """
@@ -390,6 +413,7 @@ class BucketLearner:
                 self.handle = handle
                 self.num_responses = 0
                 heartbeat = self._next_heartbeat()
+                # `create` writes nothing, and returns False, if the object is there.
                 is_first = self._store.create(handle.heartbeat_name(), heartbeat)
                 if not is_first:  # another was first, or the last owner's heartbeat is still there
                     self.handle = None
@@ -413,15 +437,15 @@ class BucketLearner:
     def _run_request(self, request_id: RequestId) -> None:
         """Read and run a request of the driver, and write the response.
 
-        An error is written instead of a result, and then raised. If it is Refused, it is printed
-        instead of raised, and the learner goes on.
+        An error is written in place of the result, and then raised; but one that is Refused is only
+        printed, and the learner goes on.
 
         `request_id` is this learner's place with the number of the request.
         """
         start_s = time.monotonic()
         waited_s = start_s - self._idle_s
         message = ResponseMessage(id=request_id)  # without an error
-        result = _Result(request=None, arrays=[])  # nothing, unless the request succeeds
+        result = _Result(request=None, arrays=[])  # stays if the request fails
         fault: Exception | None = None
         try:
             result = self._read_and_execute(request_id)
@@ -437,9 +461,9 @@ class BucketLearner:
         self._store.put(request_id.name("responses"), store.pack(message, result.arrays))
         sent_s = time.monotonic() - start_s - worked_s
         self._idle_s = time.monotonic()
-        self.learner.uploading_s = sent_s  # told with the next response
+        self.learner.uploading_s = sent_s  # the next response tells the driver
 
-        if result.request is not None:
+        if result.request is not None:  # a round was run
             self._say_round(
                 result.request,
                 result.arrays,
@@ -467,15 +491,17 @@ class BucketLearner:
 
         Args:
           request: What was run.
-          responses: One for each worker of the request.
+          responses: One for each worker of the request, with `seconds`, which its round took, and
+            `loss_SR`, the loss of each update.
           waited_s: Seconds before the request came.
           worked_s: Seconds in which it was read and run.
           sent_s: Seconds in which the response was written.
         """
         tokens = self._spec.sequence_length * request.num_sequences
-        # At most `worked_s`: the clocks of the two differ a little, and no share may be negative.
+        # At most `worked_s`: the two are measured by different clocks, which differ a little, and
+        # `prepared_s` must not be negative.
         computed_s = min(worked_s, sum(response.seconds for response in responses))
-        # Without the losses of skipped updates, which are NaN.
+        # The losses of skipped updates are NaN, and do not count.
         loss = np.nanmean(np.concatenate([response.loss_SR for response in responses]))
         tokens_per_s = tokens / max(computed_s, _SHORTEST_S)
         prepared_s = worked_s - computed_s
@@ -489,16 +515,20 @@ class BucketLearner:
         """Read a request of the driver, and the parameters that it names, and run it.
 
         Raises Refused if an object is not what it should be, or the learner has not the parameters
-        or states that the request needs.
+        or states that the request needs; ResourceError if an object cannot be read; and what a
+        round raises, such as JaxRuntimeError if memory does not suffice.
         """
         spec = self._spec
         name = request_id.name("requests")
 
         def form_of(message: RequestMessage) -> Inputs | None:
-            """Return what the arrays of the request must look like; None: it must have none."""
+            """Return what the arrays of the request must look like: shapes and types.
+
+            None: it must have no arrays. Raises Refused if the message is another request.
+            """
             if message.id != request_id:
                 raise Refused(f"{name}: another request")
-            if message.request is None:
+            if message.request is None:  # inner states are asked for
                 return None
             return inputs_form(spec, message.request, message.states)
 
@@ -507,7 +537,7 @@ class BucketLearner:
         most_bytes = max_object_bytes([state_form(spec)] * self._num_workers)
         message, inputs, _ = self._store.read_with_arrays(name, most_bytes, RequestMessage, form_of)
         request = message.request
-        if request is None:  # the driver asks for inner states
+        if request is None:  # the driver asks for inner states, which are quantised to be sent
             packed_states = []
             for state in self.learner.states(message.wanted):
                 packed_states.append(jax.device_get(pack_state(state, spec.outer.precision)))
@@ -521,7 +551,7 @@ class BucketLearner:
         params = None  # the learner has them
         if message.params is not None:
             params = self._read_params(message.params, sent_form(spec, request))
-        self.learner.downloading_s = time.monotonic() - start_s  # told with this response
+        self.learner.downloading_s = time.monotonic() - start_s  # this response tells the driver
         responses = self.learner.run_round(request, inputs, params)
         return _Result(request, responses)
 
@@ -529,7 +559,7 @@ class BucketLearner:
         """Read a trainer's parameters, or their update, from the object with this name.
 
         `form` is the tree of `jax.ShapeDtypeStruct` that they must have. Raises Refused if the
-        object is missing or is not like this.
+        object is missing, damaged, or of another form.
         """
 
         def form_of(message: Format) -> PyTree:

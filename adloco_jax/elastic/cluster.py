@@ -2,7 +2,8 @@
 
 An actor is an object in a process of the cluster, whose methods other processes call. Ray's
 processes exchange pickled data, with which a sender could run any code, so those without the
-cluster's token are refused.
+cluster's token are refused. A learner's number stays with its workers; its incarnation counts the
+processes that had the number before.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 
 _CONNECT_S = 10  # a cluster must accept a connection within so many seconds
-_CHECK_PARENT_S = 1.0  # from one look at whether a learner's parent runs to the next
+_CHECK_PARENT_S = 1.0  # between two checks of whether a learner's parent runs
 _SHOWN_CHARACTERS = 200  # of an error of Ray
 _TOKEN_BYTES = 32  # random bytes of a token, which is written in hexadecimal digits
 
@@ -46,13 +47,15 @@ class RayLearner(Learner):
     """A learner in a process of the cluster, which ends with its parent, Ray's own process."""
 
     def __init__(self, number: int, incarnation: int, setup: LearnerSetup):
-        """Take the place `number` as the learner of this incarnation. SIGTERM asks it to leave.
+        """Load data and prepare programs; from then on the driver may call the methods.
 
-        `incarnation` counts the processes that the number had before; `setup` is the run's.
+        SIGTERM asks the learner to leave. Raises UserError, of which Ray tells the driver, if the
+        data cannot be read or the devices do not fit.
         """
         signal.signal(signal.SIGTERM, self.leave)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        # The driver's entries, which a user may have added there.
+        # The model's architecture and the data source of the run: a user may have added them to
+        # the driver's tables, so this process may not have them.
         architecture, data_source = setup.entries
         ARCHITECTURES[setup.settings.model.arch] = architecture
         DATA_SOURCES[setup.settings.data.source] = data_source
@@ -68,9 +71,9 @@ def _end_with(parent: int) -> None:
 
 
 def check_possible(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError if Ray is missing, or this process uses it already.
+    """Raise ConfigError if Ray is missing, or this process is connected to a cluster already.
 
-    The settings and the run's folder do not matter.
+    The arguments, which every transport's check gets, do not matter.
     """
     check_installed("ray", "ray", "engine.kind = ray")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
@@ -86,14 +89,21 @@ def connected(
     """Connect to the Ray cluster at an address, or start one on this machine.
 
     A started cluster has a token, no dashboard and no usage reports, keeps its files in a temporary
-    folder, and ends with the driver. Raises ConfigError if none is there or it refuses the token,
-    ResourceError if none can be started.
+    folder, and ends with the driver.
 
     Args:
       address: HOST:PORT of the cluster; empty: one is started.
       num_learners: Number of learners that the run has at most.
-      setup: That from which each learner is made.
+      setup: What each learner is made from; None where no learner is started, as in tests.
       is_over: Not used: learners end with the `with` block, whether the run is over or not.
+
+    Yields:
+      The transport, by which the driver starts learners and calls them.
+
+    Raises:
+      ConfigError: If no cluster is at the address, or it refuses this process; if Ray was imported
+        with another environment; or if the setup cannot be pickled.
+      ResourceError: If no cluster can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     at_sigterm = signal.getsignal(signal.SIGTERM)
@@ -136,9 +146,9 @@ def _connect(address: str) -> None:
 def _start(num_learners: int, folder: str) -> None:
     """Start a cluster on this machine, with one CPU for each learner and its files in a folder.
 
-    Ray reads its settings from the environment, and its processes inherit that. So `_ENVIRONMENT`
-    and a token are set for good, as Ray reads them once. `RAY_TMPDIR`, the `folder`, and
-    `PYTHONPATH`, with which learners import what the driver can, are set back after the start.
+    Ray reads its settings from the environment when it is imported, and its processes inherit that.
+    So `_ENVIRONMENT` and a token are set for good. `RAY_TMPDIR`, the `folder`, and `PYTHONPATH`,
+    with which learners import what the driver can, are set back after the start.
 
     Raises ConfigError if Ray was imported with another environment, ResourceError if no cluster can
     be started.
@@ -154,7 +164,7 @@ def _start(num_learners: int, folder: str) -> None:
     import ray
 
     # The environment for the start only; `before` is what it replaces.
-    import_folders = [path for path in sys.path if path]  # empty: the present one
+    import_folders = [path for path in sys.path if path]  # an empty one is the working directory
     for_start = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(import_folders)}
     before = {name: os.environ[name] for name in for_start if name in os.environ}
     os.environ.update(for_start)
@@ -180,8 +190,9 @@ def _start(num_learners: int, folder: str) -> None:
 def _reply(call: Any) -> Reply:
     """Return the result of a call that has ended, or in words why there is none.
 
-    `call` is Ray's reference to the result. A learner that has refused a request goes on. After any
-    other error it counts as ended.
+    `call` is Ray's reference to the result. If the learner has refused the request, the reply's
+    value is `Refused`, and the learner goes on. After any other error the reply has an `error`, and
+    the learner counts as ended.
     """
     import ray
 
@@ -204,24 +215,24 @@ def _reply(call: Any) -> Reply:
 class RayTransport:
     """The transport of a run whose learners are actors of a Ray cluster.
 
-    `transport.Transport` describes the methods. A handle is Ray's handle of an actor, and a call
-    its reference to a result.
+    `transport.Transport` describes the methods `put`, `start`, `submit`, `poll` and `kill`. A
+    handle is Ray's handle of an actor, and a call its reference to a result.
     """
 
     launches = True
     moves_states = True
 
     def __init__(self, num_learners: int, setup: LearnerSetup | None):
-        """Store the setup of learners in Ray's cluster, to which this process is connected.
+        """Store the setup of learners in the Ray cluster to which this process is connected.
 
-        The GPUs of the cluster are for `num_learners` learners. `setup` is None only where no
-        learner is started, as in tests.
+        The GPUs of the cluster are divided among `num_learners` learners. `setup` is None only
+        where no learner is started, as in tests. Raises ConfigError if it cannot be pickled.
         """
         import ray
 
         self._ray = ray
         self._num_learners = num_learners
-        self._setup, _ = self.put(setup, None)
+        self._setup, _ = self.put(setup, None)  # Ray's reference to it
 
     def put(self, params: Any, kind: Hashable) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.
@@ -239,9 +250,10 @@ class RayTransport:
             ) from None
 
     def start(self, number: int, incarnation: int) -> Any:
-        """Ask for a process on any node with a free CPU (and GPUs, if any); return its actor.
+        """Ask for a learner's process; return its actor, which Ray starts later.
 
-        The cluster's GPUs are divided among the learners, at least one for each.
+        It runs on any node with a free CPU and, if the cluster has GPUs, with its share of them, at
+        least one.
         """
         gpus = self._ray.cluster_resources().get("GPU", 0)  # of all nodes
         num_gpus = 0  # of this learner
@@ -252,8 +264,9 @@ class RayTransport:
             "num_gpus": num_gpus,
             "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost
             "max_task_retries": 0,
-            "concurrency_groups": {"aside": 2},  # calls beside the others: "ping" and "states"
-            "scheduling_strategy": "SPREAD",
+            # Calls of "ping" and "states" are answered while "run_round" runs, two at a time.
+            "concurrency_groups": {"aside": 2},
+            "scheduling_strategy": "SPREAD",  # over the nodes
         }
         actor_class = self._ray.remote(**options)(RayLearner)
         return actor_class.remote(number, incarnation, self._setup)  # arguments of `__init__`
@@ -265,7 +278,7 @@ class RayTransport:
         Returns a reference for `poll`, and the bytes of the arguments' arrays.
         """
         function = getattr(handle, method)
-        if method in ("ping", "states"):  # beside the others, which run one after another
+        if method in ("ping", "states"):  # answered while a round runs
             function = function.options(concurrency_group="aside")
         return function.remote(**arguments), array_bytes(arguments)
 
@@ -292,5 +305,5 @@ class RayTransport:
 
     def kill(self, handle: Any) -> None:
         """End a learner's process."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended already
             self._ray.kill(handle, no_restart=True)

@@ -22,11 +22,11 @@ SLOW = 5.0
 _LONGEST_PAUSE_S = 60.0  # before a learner that keeps failing is started again
 KEPT_NORMS = 64  # number of a trainer's last accepted norms, with which new ones are compared
 _FEW_NORMS = 8  # fewer say little about what is usual
-_TRANSFER_ROUNDS = 16  # a learner's transfers take the median of so many rounds
+_TRANSFER_ROUNDS = 16  # the time of a learner's transfers is the median of so many rounds
 _SPEED_ROUNDS = 5  # a learner's speed is the median of so many rounds
-FEWEST_ROUNDS = 3  # rounds that a learner's speed needs, before it makes fewer updates
-_FEWEST_PARTS = 8  # of a round, which a slower learner does in part
-_SHORTEST_S = 1e-300  # in place of zero, which a learner may claim, and which divides a speed
+FEWEST_ROUNDS = 3  # rounds in which a learner's speed is measured before it makes fewer updates
+_FEWEST_PARTS = 8  # into which a round is divided, so that a slower learner can do some of them
+_SHORTEST_S = 1e-300  # in place of zero seconds, which a learner may claim, to divide by
 _SHORTEST_SUM_S = 1e-9  # likewise for the sum of its uses of time
 _CLEARLY_SLOWER = 8 / 9  # of the fastest one's speed: an eighth more seconds for a sequence
 
@@ -48,11 +48,12 @@ class LearnerRecord:
     sequence_s: deque[float] = field(default_factory=partial(deque, maxlen=_SPEED_ROUNDS))
     # The last seconds from a request to its response, without the round itself.
     transfer_s: deque[float] = field(default_factory=partial(deque, maxlen=_TRANSFER_ROUNDS))
-    spent_s: float = 0.0  # the time up to which it has said what it did
+    spent_s: float = 0.0  # the time up to which it has reported what it did
     sent_s: float = 0.0  # when its present request was submitted
     compiling_s: float | None = None  # since when it has said that it compiles; None: it does not
     num_responses: int = 0
-    failures: float = 0  # number of processes before it, in a row, that ran but did not join
+    # Number of processes before it, in a row, that ran but did not join; infinity: all would fail.
+    failures: float = 0
     lost_s: float | None = None  # when its last process ended; None if it has joined since
     cause: str = ""  # why that one was lost; empty if it has joined since
     due_s: float | None = None  # time by which its present work must be done; None: no such time
@@ -61,9 +62,10 @@ class LearnerRecord:
     params_ids: dict[int, int] = field(default_factory=dict)
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
-        """Say in words why the learner now counts as lost; empty if it does not.
+        """Return in words why the learner now counts as lost; empty if it does not.
 
-        `heartbeat_s` limits the wait for a sign of life, `restart_s` that for the first response.
+        `heartbeat_s` limits the wait for an answer to a ping, `restart_s` that for the first answer
+        of a process.
         """
         if not self.joined:
             if now_s - self.started_s > restart_s:
@@ -100,8 +102,8 @@ class LearnerRecord:
     def credible_s(self, claimed_s: Sequence[float], now_s: float) -> np.ndarray:
         """Return the seconds that a learner claims for each use of its time, cut to be credible.
 
-        They are scaled down if their sum is more than the time since this method was last called,
-        or since the process was started. `now_s` is stored for the next call.
+        They are scaled down if their sum is more than the time since its last report, or since the
+        process was started if this is the first. `now_s` is stored as the time of this report.
         """
         since_s = now_s - max(self.spent_s, self.started_s)
         self.spent_s = now_s
@@ -134,16 +136,17 @@ def assign(
     A worker that has to wait is not in the result. Nothing else is changed.
 
     1. A worker whose learner is present (in `learners`) stays with it.
-    2. The other `movable` ones are divided among the spare learners, which have no worker.
+    2. Those of the other workers that are `movable` are divided among the spare learners, which
+       have no worker.
     3. Without a spare learner, a worker waits if it is `returning`; otherwise it goes to a learner
        with the fewest workers.
-    4. A learner that is still spare takes a movable one from the learner with the most workers, if
-       these are at least two.
+    4. A learner that is still spare takes a movable worker from the learner with the most, if that
+       has at least two.
 
     Args:
       learners: The learners that are present; `worker_ids` are the workers that each runs now.
       trainers: The trainer id of each worker of the run, by worker id.
-      movable: Ids of workers between two rounds.
+      movable: Ids of the workers that may move to another learner: those between two rounds.
       returning: Ids of workers whose lost learner may soon be back.
     """
     numbers = [learner.number for learner in learners]
@@ -165,36 +168,42 @@ def assign(
         size = math.ceil(len(homeless) / len(spares))  # workers of each spare learner
         for index, worker_id in enumerate(homeless):
             hosts[worker_id] = spares[index // size]
-    elif numbers:  # 3.
+    elif numbers:  # 3. No learner is spare.
         for worker_id in homeless:
             if worker_id in returning:
                 continue
 
-            # Its default is the trainer of this worker.
+            # The default binds the trainer of this worker: a closure would see a later one.
             def cost(number: int, trainer: int = trainers[worker_id]) -> tuple[int, bool, int]:
-                """Order learners: fewest workers, then those with one of the same trainer."""
+                """Return a key that sorts learners; this worker goes to the first.
+
+                First come learners with fewer workers; among equals, those that have a worker of
+                its trainer, whose parameters they then have; then those with a smaller number.
+                """
                 held = workers_of(number)
                 is_new = all(trainers[held_id] != trainer for held_id in held)
                 return len(held), is_new, number
 
             hosts[worker_id] = min(numbers, key=cost)
 
-    # 4. The largest learner is the one with the smallest number, if several have as many workers.
+    # 4. Of several learners with the most workers, the one with the smallest number gives.
     for spare in [number for number in numbers if not workers_of(number)]:
         largest = max(numbers, key=lambda number: (len(workers_of(number)), -number))
-        given = [worker_id for worker_id in workers_of(largest) if worker_id in movable]
-        if len(workers_of(largest)) >= 2 and given:
-            hosts[given[-1]] = spare
+        candidates = [worker_id for worker_id in workers_of(largest) if worker_id in movable]
+        if len(workers_of(largest)) >= 2 and candidates:
+            hosts[candidates[-1]] = spare
     return hosts
 
 
 def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
     """Return the usual norm of a worker's difference, per update; 0: not known yet.
 
-    A difference that is much larger than this will be scaled down ("clipped"). The usual norm is
-    the median of the accepted ones of many rounds (`past`), or that of the learners of this round
-    (`now`) if it is larger: when all make larger steps, as in a warm-up, nobody is clipped. Of two
-    learners the smaller norm is the median.
+    A difference (the trainer's parameters minus the worker's) that is much larger than this will be
+    scaled down ("clipped"). The usual norm is the larger of two medians: of `past`, the accepted
+    norms of many rounds, and of `now`, one norm for each learner of this round. So when all make
+    larger steps, as in a warm-up, nobody is clipped.
+
+    A median needs at least eight of `past`, or two of `now`. Of two norms it is the smaller.
     """
     usual = 0.0
     if len(past) >= _FEW_NORMS:
@@ -207,9 +216,9 @@ def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
 def num_parts(steps: int, engine: EngineSettings) -> int:
     """Return the number of equal parts of a round, of which a slow learner does only some.
 
-    `steps` is `inner.steps_per_round`, of which the planned updates of a round are a multiple. The
-    number is its smallest divisor that is at least eight; with fewer steps, each is a part. With
-    `engine.steps=equal` all learners do the whole round, which is one part.
+    `steps` is `inner.steps_per_round`. The number is its smallest divisor that is at least eight;
+    with fewer steps, each is a part. A round's updates are a multiple of `steps`, and so of the
+    number of parts. With `engine.steps=equal` all learners do the whole round, which is one part.
     """
     if engine.steps != "by_speed":
         return 1
@@ -222,21 +231,23 @@ def num_parts(steps: int, engine: EngineSettings) -> int:
 def updates_by_speed(
     num_updates: int, parts: int, sequence_s: Mapping[int, Collection[float]]
 ) -> dict[int, int]:
-    """Return each worker's updates: whole parts, at least one, in proportion to its speed.
+    """Return by worker id how many updates it makes in a round, in proportion to its speed.
 
-    A worker makes all `num_updates` unless it is clearly slower than the fastest: by an eighth
-    in the median, and in each of its measured rounds (at least three) slower than the fastest in
-    any of its own. So equal learners on a noisy machine make equal updates.
+    A worker makes all `num_updates` unless it is clearly slower than the fastest one: its median
+    time for a sequence is an eighth longer, and its shortest time is longer than the fastest one's
+    longest. So equal learners on a noisy machine make equal updates. A slower worker makes whole
+    parts, at least one.
 
     Args:
       num_updates: Updates of the fastest worker.
       parts: Number of equal parts into which these can be divided.
-      sequence_s: By worker, its learner's measured seconds per sequence, one for each round.
+      sequence_s: By worker id, its learner's measured seconds per sequence, one for each of the
+        last rounds. With fewer than three a worker counts as not measured, and makes all updates.
 
     Source: DyLU of Async DiLoCo (arXiv 2401.09135), which uses one measurement.
     """
     updates = dict.fromkeys(sequence_s, num_updates)
-    measured = {}  # those of `sequence_s` that have enough rounds
+    measured = {}  # the entries of `sequence_s` with enough rounds
     for worker_id, seconds in sequence_s.items():
         if len(seconds) >= FEWEST_ROUNDS:
             measured[worker_id] = seconds
