@@ -4,7 +4,8 @@ This is what both sides share, and the learner's side, `Remote`; the driver's is
 asynchronous: its coroutines run in one thread (`wait_for`). An endpoint is one side's socket; its
 id is a public key. A connection of two endpoints has streams, each with a sending and a receiving
 end. A stream carries one request: a `Question` with what is to be written, then an `Answer` with
-what was read. The wheel of iroh has no types, so its objects are `Any`.
+what was read. A relay is a server that passes packets on between computers that cannot reach each
+other. The wheel of iroh has no types, so its objects are `Any`.
 """
 
 import asyncio
@@ -38,13 +39,13 @@ from adloco_jax.host.terminal import say
 
 PROTOCOL = b"adloco/1"
 CONNECT_S = 20.0  # for which a connection is tried
-SILENT_S = 30.0  # without a byte, after which a transfer has failed
-LOOK_S = 4.0  # from one look at a connection to the next
-LATE_S = 10.0  # for an answer to a look, after which the connection is given up
+SILENT_S = 30.0  # for a part of a transfer (`_SENT_BYTES`), after which it has failed
+LOOK_S = 4.0  # between two checks of whether a connection works
+LATE_S = 10.0  # for the answer to such a check, after which the connection is given up
 SECRET_MODE = 0o600  # permissions of a file that only its user may read
 _HEADER_BYTES = 4096  # of a `Question` or `Answer` at most
 _SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not taken for a silent one
-_TOLD_BYTES = 2**20  # of a transfer whose rate is told
+_TOLD_BYTES = 2**20  # the rate of a smaller transfer says little, and is not told
 _PREFIX = "adloco-"
 _FORMAT = 1  # of tickets
 _KEY_BYTES = 32  # of a public key, and of a secret one
@@ -55,7 +56,7 @@ _SIZE_BYTES = 4  # of a message's length, before it
 _SHOWN_CHARACTERS = 40  # of a text that is no ticket
 _CLOSING_S = 3.0  # for an endpoint to close
 _ERROR_CHARACTERS = 200  # that are shown of an error of iroh
-_CHANGED = 2.0  # factor by which a rate differs from that which was told before it is told again
+_CHANGED = 2.0  # a rate is told again if it has changed by this factor
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """What a learner needs to reach a run: the driver's key and places, and the run's secret."""
+    """What a learner needs to reach a run: the driver's key and addresses, and the run's secret."""
 
     key: bytes  # public, 32 bytes
     secret: bytes  # 16 bytes
@@ -81,15 +82,15 @@ class Ticket:
         parts = [bytes([_FORMAT]), self.key, self.secret, bytes([len(self.addresses)])]
         for address in self.addresses:
             host, _, port = address.rpartition(":")
-            packed = ipaddress.ip_address(host.strip("[]")).packed
+            packed = ipaddress.ip_address(host.strip("[]")).packed  # IPv6 is written in brackets
             parts += [bytes([len(packed)]), packed, int(port).to_bytes(_PORT_BYTES, "big")]
         content = b"".join([*parts, self.relay.encode()])
         text = base64.b32encode(content + _checksum(content)).decode()
-        return _PREFIX + text.rstrip("=")
+        return _PREFIX + text.rstrip("=")  # `read_ticket` adds the padding again
 
 
 def _checksum(content: bytes) -> bytes:
-    """Return bytes by which a ticket that was not copied whole is told."""
+    """Return the last bytes of a ticket, which do not fit if it was not copied whole."""
     return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
 
 
@@ -101,7 +102,7 @@ def is_ticket(text: str) -> bool:
 def read_ticket(text: str) -> Ticket:
     """Return the ticket that a text, which `str(ticket)` made, stands for.
 
-    Spaces and lower case do not matter. Raises ConfigError if the text is not whole.
+    Spaces and lower case do not matter. Raises ConfigError if the text is no ticket, or not whole.
     """
     letters = "".join(text.split()).upper()[len(_PREFIX) :]
     padding = "=" * (-len(letters) % 8)  # base32 wants groups of 8
@@ -109,7 +110,7 @@ def read_ticket(text: str) -> Ticket:
         content = base64.b32decode(letters + padding)
         body = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
-            raise ValueError  # is told below
+            raise ValueError  # becomes the ConfigError below
         fields = io.BytesIO(body[1:])
         key = fields.read(_KEY_BYTES)
         secret = fields.read(SECRET_BYTES)
@@ -138,19 +139,22 @@ def read_ticket(text: str) -> Ticket:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all that uses iroh, which runs in a thread of its own."""
+    """Return the event loop of everything that uses iroh; the first call starts its thread."""
     loop = asyncio.new_event_loop()
     processes.start_thread(loop.run_forever, name="iroh")
     return loop
 
 
 def wait_for(action: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in iroh's thread, wait for its end, and return its result."""
+    """Run a coroutine in iroh's thread, wait for its end, and return its result or raise its error.
+
+    It is called from other threads.
+    """
     return asyncio.run_coroutine_threadsafe(action, _loop()).result()
 
 
 def begin(action: Coroutine[Any, Any, object]) -> None:
-    """Run a coroutine in iroh's thread, without waiting for it."""
+    """Run a coroutine in iroh's thread, without waiting for it; nobody gets its result or error."""
     asyncio.run_coroutine_threadsafe(action, _loop())
 
 
@@ -159,8 +163,8 @@ def send_at_once() -> bool:
     """Make iroh's Python package copy the bytes it sends in one step; return whether that is done.
 
     By itself it copies them one by one, 4 MB/s, with the interpreter's lock held (uniffi-rs #2824).
-    The class whose method is replaced is private, so it is replaced only where its source is as
-    expected. Otherwise False is returned, and sending stays slow.
+    A method of a private class is replaced, and only if its source is the expected one. Otherwise
+    False is returned, and sending stays slow.
     """
     import iroh.iroh_ffi
 
@@ -182,6 +186,8 @@ def send_at_once() -> bool:
 async def bind(key: bytes, *, relay: str, port: int = 0, port_v6: int = 0) -> Any:
     """Open an endpoint of iroh, which has a socket for IPv4 and one for IPv6, and return it.
 
+    Raises IrohError if a port cannot be used.
+
     Args:
       key: Its secret key, 32 bytes.
       relay: Address of the relay to use; "off": none; empty: the public ones.
@@ -202,7 +208,7 @@ async def bind(key: bytes, *, relay: str, port: int = 0, port_v6: int = 0) -> An
     builder.bind_addr(f"0.0.0.0:{port}")
     if port_v6:
         builder.bind_addr(f"[::]:{port_v6}")
-    builder.alpns([PROTOCOL])  # only who names the same protocol is connected
+    builder.alpns([PROTOCOL])  # only endpoints that name the same protocol are connected
     builder.secret_key(key)
     return await builder.bind()
 
@@ -257,9 +263,9 @@ M = TypeVar("M", Question, Answer)
 
 
 async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ()) -> None:
-    """Write a message and the bytes that follow it to a stream's sending end, and end it.
+    """Write a message and the bytes that follow it to a stream's sending end, and end the stream.
 
-    The bytes come in pieces of any length, of which the next is asked for when the last is sent.
+    The bytes are in `pieces` of any length, of which the next is taken when the last is sent.
     Raises TimeoutError if a part of `_SENT_BYTES` takes longer than `SILENT_S` seconds, and
     IrohError if the connection is closed.
     """
@@ -274,10 +280,10 @@ async def send_message(send: Any, message: Format, pieces: Iterable[bytes] = ())
 
 
 async def read_message(recv: Any, kind: type[M]) -> M:
-    """Read a message of this kind from a stream's receiving end; raise Refused if it is none.
+    """Read a message of this kind from a stream's receiving end.
 
-    A message is its length in 4 bytes, and JSON. Raises IrohError if the connection is closed, or
-    the stream ends before.
+    A message is its length in 4 bytes, and JSON. Raises Refused if it is too long or no such
+    message, and IrohError if the connection is closed or the stream ends before.
     """
     size = int.from_bytes(await recv.read_exact(_SIZE_BYTES), "big")
     if not 0 < size <= _HEADER_BYTES:
@@ -306,10 +312,11 @@ async def read_body(recv: Any, size: int) -> bytes:
 
 
 def own_key() -> tuple[bytes, filelock.FileLock]:
-    """Return this learner's key, by which drivers know it, and a lock that holds it.
+    """Return this learner's secret key, by which drivers know it, and the lock that keeps it.
 
-    The key lies in the user's configuration folder. Learners that run at the same time have one
-    each. Raises ResourceError if that folder cannot be written.
+    Keys lie in the user's configuration folder. Of learners that run at the same time each has its
+    own: the first whose lock is free, until the caller releases it. Raises ResourceError if that
+    folder cannot be written.
     """
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     folder = Path(home) / "adloco_jax"
@@ -321,7 +328,7 @@ def own_key() -> tuple[bytes, filelock.FileLock]:
             try:
                 lock.acquire(timeout=0)
             except filelock.Timeout:
-                continue  # a learner that runs now has this one
+                continue  # another learner that runs now has this key
             return secret_file(path, new_key), lock
     raise AssertionError("the loop does not end")
 
@@ -334,7 +341,8 @@ def new_key() -> bytes:
 def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
     """Return the content of a file that only its user may read.
 
-    If it is missing, it is written first, with what `make` returns, and appears whole.
+    If the file is missing, it is written first, with what `make` returns. Another process sees it
+    whole or not at all.
     """
     if not path.exists():
         with replaced_file(path, SECRET_MODE) as file:
@@ -343,13 +351,19 @@ def secret_file(path: Path, make: Callable[[], bytes]) -> bytes:
 
 
 class Remote:
-    """Keeps the objects of a run at its driver, which a learner reaches with a ticket."""
+    """Reads and writes the objects of a run at its driver, which a learner reaches with a ticket.
+
+    `objects.Objects` describes the methods `get`, `put`, `create`, `delete` and `names`. The first
+    four wait for the driver's answer. They raise ConnectionError if there is no connection or no
+    answer, and ConfigError if the driver does not let this learner in.
+    """
 
     def __init__(self, text: str, key: bytes | None = None):
-        """Read a ticket, without connecting.
+        """Read the ticket `text`, without connecting.
 
-        Raises ConfigError if `text` is none, or iroh is missing. `key` is the learner's secret key;
-        None or empty: one of its user's, which is locked until `close`.
+        `key` is the learner's secret key; None or empty: one of its user's, which is locked until
+        `close`. Raises ConfigError if `text` is no ticket, or iroh is missing; ResourceError if the
+        user's folder of keys cannot be written.
         """
         check_installed("iroh", "", "a ticket")
         self.ticket = read_ticket(text)
@@ -363,19 +377,19 @@ class Remote:
         self._connection: Any = None  # the last one, which may be closed
         self._attempt: asyncio.Task | None = None  # the last attempt to connect
         self._watching: asyncio.Task | None = None  # looks at the connection until it ends
-        self._told: set[str] = set()  # reasons of refusals that were told
-        self._rates: dict[str, float] = {}  # in bits a second, as told, by direction
+        self._told: set[str] = set()  # reasons of refusals that were printed
+        self._rates: dict[str, float] = {}  # that were printed, in bits a second, by direction
 
     def open(self) -> None:
         """Connect to the driver, unless this is connected already.
 
-        Raises ResourceError if it is not reached in `CONNECT_S` seconds (20), or then does not
-        answer in `LATE_S` (10); the message says what helps. Raises ConfigError if it does not let
-        this learner in.
+        Raises ResourceError if the driver is not reached in `CONNECT_S` seconds (20), or then does
+        not answer in `LATE_S` (10); the message says what helps. Raises ConfigError if it does not
+        let this learner in.
         """
         try:
             wait_for(self._connected())
-        except OSError as error:
+        except OSError as error:  # ConnectionError is one
             tried = ", ".join(self.ticket.addresses) or "no address"
             relay = f"the relay {self.ticket.relay}" if self.ticket.relay else "no relay"
             raise ResourceError(
@@ -415,7 +429,7 @@ class Remote:
 
         with connection_errors():
             if self._endpoint is None:
-                # Only the driver's relay, if it has one, leads to it.
+                # Of all relays only the driver's own leads to it; without one, none is used.
                 self._endpoint = await bind(self._key, relay=self.ticket.relay or "off")
             driver = iroh.EndpointId.from_bytes(self.ticket.key)
             relay = self.ticket.relay or None
@@ -437,8 +451,11 @@ class Remote:
         return connection
 
     async def _watch(self, connection: Any) -> None:
-        """Give a connection up if it does not answer; say when it takes another path."""
-        told, _ = describe_path(connection)
+        """Check a connection until it is closed: close it if the driver does not answer in time.
+
+        A line is printed when its packets take another path, such as directly and no more by relay.
+        """
+        told, _ = describe_path(connection)  # the path that was printed last
         while connection.close_reason() is None:
             await asyncio.sleep(LOOK_S)
             try:
@@ -450,16 +467,16 @@ class Remote:
             path, rtt = describe_path(connection)
             if path == "no path":
                 continue
-            if told not in (path, "no path"):  # it has changed, and is not the first one
+            if told not in (path, "no path"):  # it has changed, and is not the first path
                 say(f"the driver is reached at {path} now, {rtt}")
             told = path
 
     async def _ask(self, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
-        """Ask the driver; return its answer, and the receiving end with the bytes that follow.
+        """Ask the driver; return its answer, and the stream's end with the bytes that follow it.
 
         `body` has the bytes to write. Each reason for which the driver refuses is printed once.
-        Raises ConnectionError if there is no connection or no answer, ConfigError if the driver
-        does not let this learner in; so do the methods that call this.
+        Raises ConnectionError if there is no connection or no answer, and ConfigError if the driver
+        does not let this learner in.
         """
         connection = await self._connected()
         with connection_errors():
@@ -470,9 +487,10 @@ class Remote:
         return answer, recv
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none for us.
+        """Return the size of an object and its pieces.
 
-        Bytes are received as the iterator of pieces is used.
+        Bytes are received as the iterator of pieces is used. None: there is no such object, or this
+        learner may not read it.
         """
         answer, recv = wait_for(self._ask(Question(do="get", name=name)))
         if answer.status != "done":
@@ -480,10 +498,10 @@ class Remote:
         return answer.size, self._pieces(recv, answer.size)
 
     def _pieces(self, recv: Any, size: int) -> Iterator[bytes]:
-        """Yield an object of `size` bytes in pieces, and print the rate at the end.
+        """Yield an object of `size` bytes in pieces, and print the rate at the end if it is new.
 
         `recv` is the stream's receiving end, before the first byte. If the caller does not take all
-        pieces, the driver is told to send no more. Raises ConnectionError if one does not come.
+        pieces, the driver is told to send no more. Raises ConnectionError if a piece does not come.
         """
         left = size  # bytes that have not come yet
         start_s = time.monotonic()
@@ -497,10 +515,10 @@ class Remote:
         finally:
             if left:
                 with contextlib.suppress(Exception):  # deliberately broad: it may be closed
-                    wait_for(recv.stop(0))
+                    wait_for(recv.stop(0))  # 0: a code that nobody reads
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it; what the driver does not want is dropped."""
+        """Write an object, or replace it; without effect if the driver refuses it."""
         start_s = time.monotonic()
         wait_for(self._ask(Question(do="put", name=name, size=len(data)), data))
         self._tell_rate("up", len(data), start_s)
@@ -512,17 +530,17 @@ class Remote:
         return answer.status == "done"
 
     def delete(self, name: str) -> None:
-        """Delete an object of this learner."""
+        """Delete an object of this learner; without effect if the driver refuses it."""
         wait_for(self._ask(Question(do="delete", name=name)))
 
     def names(self) -> list[str]:
-        """Return no names: a learner may not list."""
+        """Return no names: a learner may not list the driver's objects."""
         return []
 
     def _tell_rate(self, direction: str, num_bytes: int, start_s: float) -> None:
-        """Say the rate of a large transfer that began at `start_s`, if it is new.
+        """Print the rate of a transfer that began at `start_s`, if it is large and its rate is new.
 
-        `direction` is "up" or "down". A rate is new if it differs much from the one told last.
+        `direction` is "up" or "down". A rate is new if it is half or twice that printed last.
         """
         seconds = max(time.monotonic() - start_s, 1e-3)  # not zero
         rate = 8 * num_bytes / seconds  # bits a second
@@ -536,13 +554,14 @@ class Remote:
 async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tuple[Answer, Any]:
     """Ask in a new stream of a connection; return the answer, and the stream's receiving end.
 
-    `body` has the bytes to write. The object's bytes, if there are any, are still to be received.
-    Raises IrohError or TimeoutError if the connection fails, Refused if the answer is no message.
+    `body` has the bytes to write. If the answer has `size` bytes of an object, these are still to
+    be read from the receiving end. Raises IrohError or TimeoutError if the connection fails,
+    Refused if the answer is no `Answer`.
     """
     import iroh
 
     stream = await connection.open_bi()
-    # The driver may answer before it has read all, and stop the rest; the answer says why.
+    # The driver may stop the stream before it has read all, and answer at once with the reason.
     with contextlib.suppress(iroh.IrohError):
         await send_message(stream.send(), question, [body])
     return await read_message(stream.recv(), Answer), stream.recv()

@@ -3,7 +3,9 @@
 The folder `learners` of the run has the endpoint's secret key, its ticket and `run.json`, so that a
 driver that is started again is the same for learners. An endpoint is one side's socket in iroh; its
 id is its public key. A ticket is the text with which learners find the driver's endpoint. A relay
-is a server that passes packets on between computers that cannot reach each other.
+is a server that passes packets on between computers that cannot reach each other. A driver's
+heartbeat is the object `driver/NUMBER.json`, by which learners see whether it is alive; `NUMBER`
+counts the run's drivers. A `Store` reads and writes messages in a keeper of objects.
 """
 
 import asyncio
@@ -45,8 +47,8 @@ _ONLINE_S = 5.0  # to wait for a relay
 _FREE_S = 3.0  # to wait for a port that this process has closed
 _LAST_S = 15.0  # to wait for learners to see that the run is over
 _MOST_ADDRESSES = 4  # of this computer in a ticket
-_DIFFERENCE_BYTES = 4  # of a parameter at most: a single worker sends float32
-_LOOK_S = 0.1  # from one look at whether something has changed to the next
+_DIFFERENCE_BYTES = 4  # sent for a parameter at most: a single worker sends float32
+_LOOK_S = 0.1  # between two tries of a port, or checks of whether learners are connected
 
 
 class RunObjects(Memory):
@@ -55,8 +57,9 @@ class RunObjects(Memory):
     def __init__(self, folder: Path):
         """Begin with the `run.json` that the last driver has left in the folder, if there is one.
 
-        That driver is taken to have ended, and learners are told so: two endpoints cannot have one
-        key at the same time. A `run.json` that is damaged is kept, for whoever reads it to refuse.
+        Its driver has ended, as two endpoints cannot have one key at the same time; so it gets a
+        heartbeat that says this. A damaged `run.json` is kept: the driver, which reads it next,
+        tells the user.
         """
         super().__init__(str(folder))
         self._library = Library({})
@@ -65,13 +68,13 @@ class RunObjects(Memory):
             return
         description = self._file.read_bytes()
         super().put("run.json", description)
-        with contextlib.suppress(Refused):  # is refused, and told, by whoever reads it
+        with contextlib.suppress(Refused):  # it is damaged
             run = store.from_json(description, "run.json", RunDescription)
             ended = DriverHeartbeat(count=0, has_ended=True)
             super().put(f"driver/{run.driver}.json", store.to_json(ended))
 
     def offer(self, library: Library) -> None:
-        """Serve the files of a library, too."""
+        """Serve files of prepared rows and weights, too: `get` then finds the library's pieces."""
         self._library = library
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
@@ -84,7 +87,7 @@ class RunObjects(Memory):
         return self._library.get(name)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object, or replace it; `run.json` is written to the folder as well."""
         super().put(name, data)
         if name == "run.json":
             with replaced_file(self._file) as file:
@@ -92,13 +95,17 @@ class RunObjects(Memory):
 
 
 def check_possible(settings: Settings, folder: Path) -> None:
-    """Check that a run in a folder can let learners join directly; raise ConfigError if not."""
+    """Check that a run in a folder can let learners join directly.
+
+    Raises ConfigError if iroh is missing, `engine.address` or `engine.relay` is no address, or the
+    folder has another run or other settings.
+    """
     check_installed("iroh", "", "engine.kind = direct")
     _check_external(settings.engine.address)
     _check_relay(settings.engine.relay)
     learners = folder / "learners"
-    there = Store(RunObjects(learners), Unneeded())
-    bucket.check_continues(there, settings, learners / "id")
+    there = Store(RunObjects(learners), Unneeded())  # unsigned: only the driver writes `run.json`
+    bucket.check_continues(there, settings, learners / "id")  # with those in `run.json`
 
 
 def _check_external(address: str) -> None:
@@ -116,7 +123,10 @@ def _check_external(address: str) -> None:
 
 
 def _ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IP of an address, such as 1.2.3.4:5 or [2001:db8::7]:5; or raise ValueError."""
+    """Return the IP of an address IP:PORT; raise ValueError if there is none.
+
+    The IP of IPv6 is in brackets, as in [2001:db8::7]:5.
+    """
     host, _, _ = address.rpartition(":")
     return ipaddress.ip_address(host.strip("[]"))
 
@@ -135,36 +145,41 @@ def _ports(addresses: Iterable[str]) -> dict[int, int]:
 
 
 def _check_relay(relay: str) -> None:
-    """Raise ConfigError unless `engine.relay` is empty, "off" or an address."""
+    """Raise ConfigError unless `engine.relay` is empty, "off" or a URL."""
     import iroh
 
     if relay in ("", "off"):
         return
     try:
-        iroh.RelayMode.custom_from_urls([relay])
+        iroh.RelayMode.custom_from_urls([relay])  # connects to nothing
     except iroh.IrohError as error:
         raise ConfigError(f"engine.relay = {relay!r}: {error.message()}; correct it") from error
 
 
 @contextlib.contextmanager
 def connected(
-    address: str, num_learners: int, given: LearnerSetup, is_over: Callable[[], bool]
+    address: str, num_learners: int, setup: LearnerSetup, is_over: Callable[[], bool]
 ) -> Iterator[BucketTransport]:
     """Serve the run's objects to learners with its ticket, which is printed.
 
-    Raises ResourceError if the port cannot be used, ConfigError if the folder has the `run.json` of
-    another run, or a ticket that cannot be read.
-
     Args:
-      address: `engine.address`, which is also in the settings.
+      address: `engine.address`; not used, as it is in `setup.settings` too.
       num_learners: Not used: learners that are too many wait.
-      given: That from which each learner is made.
+      setup: What each learner is made from. `setup.log` is in the folder `learners` of the run.
       is_over: Returns, at the end of the `with` block, whether the run is over.
+
+    Yields:
+      The transport, by which the driver calls learners.
+
+    Raises:
+      ConfigError: If the folder has the `run.json` of another run or a damaged one, or a ticket
+        that cannot be read.
+      ResourceError: If the port cannot be used.
     """
     import iroh
 
-    engine = given.settings.engine
-    folder = Path(given.log).parent  # `learners` in the run's folder
+    engine = setup.settings.engine
+    folder = Path(setup.log).parent
     folder.mkdir(parents=True, exist_ok=True)
     key = secret_file(folder / "endpoint.key", new_key)
     endpoint, ticket = direct.wait_for(_open(key, engine, folder / "ticket"))
@@ -175,18 +190,19 @@ def connected(
     if engine.members:
         members = {*engine.members, own_id}
     objects = RunObjects(folder)
-    server = Server(objects, ticket.secret, members, most_bytes=_most_bytes(given), own_id=own_id)
+    server = Server(objects, ticket.secret, members, most_bytes=_most_bytes(setup), own_id=own_id)
     direct.begin(server.accept(endpoint))  # until the endpoint is closed
 
     invitation = f"to join from another computer: adloco join {ticket}"
-    if given.by_fit:
+    if setup.by_fit:  # `join` is called in a program that has the model and the rows
         invitation = f"to join from another computer: adloco_jax.join({str(ticket)!r}, ...)"
     try:
         with contextlib.ExitStack() as stack:
-            own = own_learner(given, str(_here(ticket)), is_over, key=own_key)
+            own = own_learner(setup, str(_here(ticket)), is_over, key=own_key)
             stack.enter_context(own)
+            # Unsigned: the server knows each learner by the key of its connection.
             there = Store(objects, Unneeded())
-            driving = bucket.driving(there, given, is_over, invitation, objects.offer, server.owner)
+            driving = bucket.driving(there, setup, is_over, invitation, objects.offer, server.owner)
             yield stack.enter_context(driving)
     finally:
         direct.wait_for(_close(endpoint, server))
@@ -195,9 +211,9 @@ def connected(
 async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ticket]:
     """Open the driver's endpoint, and write its ticket to the file at `path`; return both.
 
-    `key` is the endpoint's secret key. The ports of IPv4 and of IPv6 are that of `engine.address`,
-    else those of the ticket of an earlier start, else any that are free. Raises ResourceError if
-    one cannot be used, ConfigError if the earlier ticket cannot be read.
+    `key` is the endpoint's secret key. For IPv4 and IPv6 each, the port is that of
+    `engine.address`, else that of the ticket of an earlier start, else any that is free. Raises
+    ResourceError if one cannot be used, ConfigError if the earlier ticket cannot be read.
     """
     import iroh
 
@@ -227,13 +243,13 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
         await asyncio.sleep(_LOOK_S)
     if engine.relay != "off":
         try:
-            await asyncio.wait_for(endpoint.online(), _ONLINE_S)
+            await asyncio.wait_for(endpoint.online(), _ONLINE_S)  # a relay has answered
         except TimeoutError:
             say("no relay answers, so learners need an address of this computer that they reach")
 
-    # Where learners reach this computer.
-    place = endpoint.addr()
-    addresses = _reachable(place.direct_addresses())
+    # Where learners reach this computer: the addresses and the relay that iroh has found.
+    found = endpoint.addr()
+    addresses = _reachable(found.direct_addresses())
     if engine.address:
         addresses.insert(0, engine.address)
     if not addresses:  # no network: only this computer reaches it
@@ -243,10 +259,10 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
     # The run's secret is made from the key, so it stays when the driver is started again.
     secret = hashlib.sha256(key + b"secret of the run").digest()[:SECRET_BYTES]
     ticket = Ticket(
-        key=place.id().to_bytes(),
+        key=found.id().to_bytes(),
         secret=secret,
         addresses=tuple(addresses),
-        relay=place.relay_url() or "",
+        relay=found.relay_url() or "",
     )
     with replaced_file(path, SECRET_MODE) as file:
         file.write(str(ticket).encode())
@@ -254,26 +270,28 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
 
 
 def _reachable(addresses: list[str]) -> list[str]:
-    """Return the addresses IP:PORT that others may reach, at most `_MOST_ADDRESSES`.
+    """Return those of this computer's `addresses` IP:PORT that other computers may reach.
 
-    The first is that of the route to the internet, if there is one.
+    They are at most `_MOST_ADDRESSES`. The first is that of the route to the internet, if there is
+    one.
     """
     route_ip = ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        with contextlib.suppress(OSError):
-            probe.connect(("192.0.2.1", 9))  # an address of documentation; sends nothing
+        with contextlib.suppress(OSError):  # there is no route
+            # Of UDP this sends nothing: the system only chooses a route, and this socket's address.
+            probe.connect(("192.0.2.1", 9))  # an address for documentation
             route_ip, _ = probe.getsockname()
-    ips = {}  # by address
+    ips = {}  # of usable addresses, by address
     for address in addresses:
         ip = _ip_of(address)
-        if not (ip.is_loopback or ip.is_link_local):
+        if not (ip.is_loopback or ip.is_link_local):  # only this computer, or its own net, uses it
             ips[address] = ip
     usable = sorted(ips, key=lambda address: str(ips[address]) != route_ip)  # False is first
     return usable[:_MOST_ADDRESSES]
 
 
 def _here(ticket: Ticket) -> Ticket:
-    """Return the ticket for a learner on this computer: its addresses are loopback ones."""
+    """Return a ticket for the learner on this computer, with loopback addresses and no relay."""
     loopback = {4: "127.0.0.1", 6: "[::1]"}  # by the version of IP
     addresses = []
     for version, port in _ports(ticket.addresses).items():
@@ -281,23 +299,24 @@ def _here(ticket: Ticket) -> Ticket:
     return dataclasses.replace(ticket, addresses=tuple(addresses), relay="")
 
 
-def _most_bytes(given: LearnerSetup) -> int:
-    """Return the largest size of a response in bytes.
+def _most_bytes(setup: LearnerSetup) -> int:
+    """Return the largest size of a learner's response in bytes.
 
-    For each of all workers it has a difference, or an inner state.
+    A learner may run all workers. For each, a response has either a difference (the trainer's
+    parameters minus the worker's) or an inner optimizer state.
     """
-    spec = given.spec
+    spec = setup.spec
     state_bytes = array_bytes(state_form(spec))
     difference_bytes = _DIFFERENCE_BYTES * spec.num_params
-    num_workers = given.settings.ensemble.num_workers
-    # `()` has no arrays: what an object may have besides.
-    return bucket.max_object_bytes(()) + num_workers * max(difference_bytes, state_bytes)
+    num_workers = setup.settings.ensemble.num_workers
+    other_bytes = bucket.max_object_bytes(())  # of an object without arrays
+    return other_bytes + num_workers * max(difference_bytes, state_bytes)
 
 
 async def _close(endpoint: Any, server: Server) -> None:
     """Close the endpoint, once learners have had time to see that the driver has ended.
 
-    They close their connections then. After a signal they have less time.
+    They close their connections when they have seen it. After a signal they have less time.
     """
     patience_s = _LAST_S
     if processes.is_asked_to_stop():
