@@ -39,7 +39,7 @@ class ArrayRows:
 
     shards: Sequence[dict] = ()
     tokens_per_byte: float | None = None
-    _order: RowOrder  # of a copy that `ordered` returns
+    _order: RowOrder  # only a copy that `ordered` returned has it
 
     def __init__(
         self,
@@ -57,11 +57,12 @@ class ArrayRows:
             token is only a target, or one sequence [T], cut into such rows without its remainder. A
             classifier needs rows [N, 2 + L]: class, number of tokens, and L tokens.
           sequence_length: L; needed by a sequence [T] only.
-          heldout: Held-out rows in a shape of `tokens`, or the fraction of rows to hold out, in
-            (0, 1): the last rows, at least two. So shuffle sorted rows first.
+          heldout: Held-out rows with the same L, in either shape of `tokens`; or the fraction of
+            rows to hold out, in (0, 1): the last rows, at least two. So shuffle sorted rows first.
 
         Raises:
-          ConfigError: If the shape or type of an argument is not allowed, or an id is beyond int32.
+          ConfigError: If an array is not of integers in the range of int32, is neither rows nor a
+            sequence, or has another L than wanted; if a sequence comes without `sequence_length`.
         """
         rows = _checked_rows("tokens", tokens, sequence_length)
         if isinstance(heldout, float):
@@ -70,7 +71,8 @@ class ArrayRows:
             self.heldout_rows = rows[-num_heldout:]
         else:
             self.rows = rows
-            self.heldout_rows = _checked_rows("heldout", heldout, rows.shape[1] - 1)
+            length = rows.shape[1] - 1  # the L of the training rows, which these must have, too
+            self.heldout_rows = _checked_rows("heldout", heldout, length)
         num_copies = _num_copies(self.heldout_rows, self.rows)
         if num_copies:
             warnings.warn(
@@ -83,23 +85,23 @@ class ArrayRows:
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
         """Return a copy that knows the order in which a run's workers read the rows.
 
-        `num_classes` is None unless rows begin with a class and a number of tokens.
+        `num_classes` is None unless rows are a classifier's, `[class, number of tokens, tokens]`.
 
         Raises:
           ConfigError: If `data.sequence_length` is not the L of the rows.
           DataError: If there are too few rows for the first batches of all workers of a trainer.
         """
         if num_classes is None:
-            length = self.rows.shape[1] - 1
+            length = self.rows.shape[1] - 1  # the last token is only a target
         else:
-            length = self.rows.shape[1] - NUM_FIELDS
+            length = self.rows.shape[1] - NUM_FIELDS  # without the class and the number
         if settings.data.sequence_length != length:
             raise ConfigError(
                 f"data.sequence_length = {settings.data.sequence_length}: the rows of the corpus"
                 f" have {length}; set it to {length}"
             )
         order = order_of(settings, len(self.rows), where="corpus")
-        ordered = copy.copy(self)  # with the same arrays
+        ordered = copy.copy(self)  # a shallow copy: both share the arrays
         ordered._order = order
         return ordered
 
@@ -123,7 +125,8 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
       sequence_length: L; for rows it may be None.
 
     Raises:
-      ConfigError: If the argument is no such array, or an id is beyond int32.
+      ConfigError: If the argument is no such array of integers, an id is beyond int32, L is below 1
+        or not the length of the rows, or a sequence comes without L.
     """
     array = np.asarray(given)
     have = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"
@@ -153,7 +156,7 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
 
 
 def _fingerprint(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 (hex) of the shapes of arrays and their values, whatever integer type."""
+    """Return the SHA-256 (hex) of the shapes and values of rows; their integer type is ignored."""
     digest = hashlib.sha256()
     for rows in arrays:
         digest.update(f"{rows.shape}".encode())
@@ -165,12 +168,12 @@ def _fingerprint(*arrays: np.ndarray) -> str:
 def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
     """Count the held-out rows that are also among the training rows.
 
-    Rows are compared by their hashes, so that the set in memory has only integers.
+    Rows are compared by Python's hash of their bytes, so that sets hold integers and no rows.
     """
 
-    def hashes(rows: np.ndarray) -> Iterator[int]:
+    def hashes(of_rows: np.ndarray) -> Iterator[int]:
         """Yield the hash of each row."""
-        for chunk in _chunks(rows):
+        for chunk in _chunks(of_rows):
             for row in chunk:
                 yield hash(row.tobytes())
 
@@ -180,10 +183,10 @@ def _num_copies(heldout: np.ndarray, rows: np.ndarray) -> int:
 
 
 def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield some rows at a time, as contiguous little-endian int32.
+    """Yield all rows in chunks of about `_CHUNK_TOKENS` ids, as contiguous little-endian int32.
 
-    So the bytes of equal rows are equal, and with them their hashes, on every machine.
+    So equal rows have equal bytes, and equal hashes, whatever their type and machine.
     """
-    step = max(1, _CHUNK_TOKENS // rows.shape[1])  # rows at a time; one if rows are very long
+    step = max(1, _CHUNK_TOKENS // rows.shape[1])  # rows in a chunk: one if rows are very long
     for start in range(0, len(rows), step):
         yield np.ascontiguousarray(rows[start : start + step], "<i4")

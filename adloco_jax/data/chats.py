@@ -109,12 +109,13 @@ def read(
       tokenizer: The run's tokenizer.
 
     Raises:
-      DataError: If a turn is malformed or has an unknown role, an answer is empty, or the template
-        refuses the chat.
-      ConfigError: If there is no template.
+      DataError: If a column has no text or turns, a turn is malformed or has an unknown role, an
+        answer is empty, or the template refuses the chat or writes its answers so that they cannot
+        be found.
+      ConfigError: If a chat needs a template, and the tokenizer has none.
     """
     names = data.text_column.split("+")
-    columns = _columns(row, names, where)
+    columns = _columns(row, names, where)  # their values, in which turns are lists
     # The texts that may stand behind an answer; the first is what ends a document. One is empty if
     # the tokenizer has no text for an id, and is then passed over.
     end_ids = (tokenizer.eot_id, *tokenizer.ends, *tokenizer.turn_end)
@@ -130,12 +131,13 @@ def read(
     # Write the text, and find the spans of its answers. `unread` are names of fields of turns.
     if names == ["prompt", "completion"] and all(isinstance(text, str) for text in columns):
         prompt, completion = columns
-        bare = without_end(completion, ends)
+        bare = without_end(completion, ends)  # an end of text alone is no answer
         _require(bare.strip(), f"{where}: {names[1]!r}", completion, _ANSWER)
-        text = require_text(prompt + without_end(completion, [end]) + end, column)
+        completion = without_end(completion, [end]) + end  # exactly one, also if it had one
+        text = require_text(prompt + completion, column)
         ids, offsets = tokenizer.encode_aligned(text)
         spans = [(len(prompt), len(text))]
-        unread = set()
+        unread = set()  # there are no turns
     elif tokenizer.render is None:
         need = "the tokenizer has no chat template; set data.template to a file with one"
         raise ConfigError(f"{where}: {need}")
@@ -153,14 +155,15 @@ def read(
             if len(ids) > data.sequence_length + 1:  # longer than a row
                 limit = int(offsets[data.sequence_length, 1])
             spans, only_last = _spans(text, chat, limit, tokenizer)
-        except UserError:
+        except UserError:  # of this module, and clear already
             raise
         except Exception as error:  # deliberately broad, because templates are programs
             why = f"the chat template refuses it ({reason(error, 200)})"
             raise DataError(f"{where}: {why}") from error
-        spans = [_with_end(text, span, ends) for span in spans]
+        spans = [_with_end(text, span, ends) for span in spans]  # the model learns to stop there
 
-    # Choose what counts. A rejected chat is kept with no span, so that it is counted.
+    # Choose what counts. A rejected chat has no span, and is returned so that reports tell how many
+    # there are.
     contents = []
     for start, stop in spans:
         contents.append((start, start + len(without_end(text[start:stop], ends))))
@@ -174,6 +177,7 @@ def read(
         contents = []
         only_last = False
 
+    # A column without a value in this row is not missed.
     filled = {name for name, value in row.items() if value is not None}
     unread.update(filled - known)
     answers = Answers(
@@ -204,9 +208,13 @@ def require_text(text: Any, where: str) -> str:
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
-    """Return a text without the ends of text (`ends`) at its end, and the space behind them."""
+    """Return a text without the ends of text (`ends`) at its end, and the space behind them.
+
+    A text that ends with none of them is returned as it is, with its space.
+    """
     while True:
         bare = text.rstrip()
+        # An empty end, which a tokenizer gives for an id without text, stands everywhere.
         found = [end for end in ends if end and bare.endswith(end)]
         if not found:
             return text
@@ -234,7 +242,7 @@ def _columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[A
         if isinstance(column, str) and _PYTHON_TURNS.match(column):
             need = "turns as JSON (json.dumps writes it, str does not)"
             raise _fault(f"{where}: {name!r}", column, need)
-    parsed = [_parsed(column) for column in columns]
+    parsed = [_parsed_json(column) for column in columns]
     if all(is_chat(column) for column in parsed):
         return parsed
     return columns
@@ -290,21 +298,21 @@ def _chat_of_row(
     if system and turns[0]["role"] != "system":  # LLaMA-Factory's column of a first turn
         _require(isinstance(system, str), f"{where}: 'system'", system, "text")
         turns.insert(0, {"role": "system", "content": system})
-        answers = [i + 1 for i in answers]
+        answers = [i + 1 for i in answers]  # all turns have moved by one
         beside.add("system")
 
     tools = row.get("tools")
-    if tools and tokenizer.reads("tools"):
+    if tools and tokenizer.reads("tools"):  # the template writes them
         beside.add("tools")
-        tools = _list_of_objects(_parsed(tools), f"{where}: 'tools'")
-        if names == ["conversations"]:  # LLaMA-Factory's are functions alone
+        tools = _list_of_objects(_parsed_json(tools), f"{where}: 'tools'")
+        if names == ["conversations"]:  # LLaMA-Factory's are bare descriptions of functions
             tools = [_with_type(tool) for tool in tools]
     else:
         tools = None
     return _Chat(where, turns=turns, answers=answers, tools=tools), beside
 
 
-def _parsed(value: Any) -> Any:
+def _parsed_json(value: Any) -> Any:
     """Return the list or object that a value holds as JSON text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -323,7 +331,8 @@ def is_chat(value: Any) -> bool:
 
 def _as_bool(label: Any) -> bool | None:
     """Return a label as a bool; None if it is missing, or neither true nor false."""
-    text = str(label).strip().lower().removesuffix(".0")  # tables have numbers and text
+    # Tables may have it as a number or text: 1.0, "True".
+    text = str(label).strip().lower().removesuffix(".0")
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
@@ -342,11 +351,14 @@ def _fault(where: str, have: Any, need: str) -> DataError:
 
 
 def _list_of_objects(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects: those in `given`, a list that may hold JSON text, or one object.
+    """Return `given` as a list of objects: it is such a list, or a single object.
 
-    Raises DataError, which names the place `where`, if a member is no object.
+    Members of the list may be JSON text. Raises DataError, which names the place `where`, if one is
+    no object.
     """
-    objects = [_parsed(item) for item in given] if isinstance(given, list) else [given]
+    objects = [given]
+    if isinstance(given, list):
+        objects = [_parsed_json(item) for item in given]
     _require(all(isinstance(item, dict) for item in objects), where, given, "a list of objects")
     return objects
 
@@ -361,7 +373,7 @@ def _checked_turns(
     """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [
-        _checked_turn(_parsed(turn), f"{where}, turn {number}", tokenizer, ends)
+        _checked_turn(_parsed_json(turn), f"{where}, turn {number}", tokenizer, ends)
         for number, turn in enumerate(given, 1)
     ]
 
@@ -387,22 +399,22 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
     _require(weight in (0, 1), at, given, "a weight of 0 or 1")
     turn["role"] = _ROLES[str(role)]  # `str` only tells the type checker that it is one
     if role == "function_call":  # its content is the calls, as JSON
-        calls = _list_of_objects(_parsed(turn.pop("content", None)), f"{at}: a function_call")
+        calls = _list_of_objects(_parsed_json(turn.pop("content", None)), f"{at}: a function_call")
         turn["tool_calls"] = [_with_type(call) for call in calls]
     if "tool_calls" in turn:
         turn["tool_calls"] = _checked_calls(turn["tool_calls"], f"{at}: 'tool_calls'")
 
-    # Join the parts of a content.
-    parts = turn.get("content")
-    if isinstance(parts, list):
-        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    # A content may be a list of parts, which are texts, or dicts with a "text". Join them.
+    content = turn.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if all(isinstance(text, str) for text in texts):  # else the check below refuses the list
             turn["content"] = "".join(map(str, texts))
 
     # A turn needs a content, or calls that the template writes.
     has_calls = bool(turn.get("tool_calls"))
     writes_calls = has_calls and tokenizer.reads("tool_calls")
-    if has_calls and not writes_calls and not parts and weight:  # the calls alone would be lost
+    if has_calls and not writes_calls and not content and weight:  # the turn would be empty
         raise _fault(at, given, "content, or a data.template that writes 'tool_calls'")
     if "content" in turn or not writes_calls:
         is_text = isinstance(turn.get("content"), str)
@@ -421,17 +433,19 @@ def _checked_calls(given: Any, where: str) -> list[dict[str, Any]]:
     A call has its "name" and "arguments", or an object "function" with both. Templates write the
     arguments as JSON themselves. Raises DataError, which names the place `where`, for others.
     """
-    calls = []  # the result: `call` with the changed `target` in its place
-    for call in _list_of_objects(_parsed(given), where):
+    calls = []
+    for call in _list_of_objects(_parsed_json(given), where):
         function = call.get("function")
         is_nested = isinstance(function, dict)  # the name and arguments stand within "function"
-        target = function if is_nested else call
+        target = function if is_nested else call  # the dict with the arguments
         arguments = target.get("arguments")
         if isinstance(arguments, str):
-            target = target | {"arguments": _parsed(arguments)}
+            target = target | {"arguments": _parsed_json(arguments)}
             fits = isinstance(target["arguments"], dict)
             _require(fits, where, arguments, "arguments that are a JSON object")
-        calls.append(call | {"function": target} if is_nested else target)
+        if is_nested:
+            target = call | {"function": target}
+        calls.append(target)
     return calls
 
 
@@ -463,18 +477,20 @@ def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
 
 
 def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[list[Span], bool]:
-    """Return the spans of a chat's answers in its text, and whether the last alone was sought.
+    """Return the spans of a chat's answers in its text, and whether only the last was looked for.
 
-    Some templates mark the spans. With others, the span of a turn is what the template writes
-    behind the start of an answer when the chat ends with this turn. Some templates write an answer
-    otherwise once other turns follow. Then the result is the span of the last answer, or none if it
-    has other turns behind it, and True. Answers are sought up to the first that begins at or behind
-    the character `limit`. Raises DataError if not even an answer that ends the chat is found.
+    Some templates mark the spans. Of others, the span of a turn is what the template writes behind
+    the start of an answer if the chat ends with this turn. A template may write a turn differently
+    once others follow. Then the result is the last answer's span and True, without a span if turns
+    follow this answer, too. The search stops at the first answer that begins at the character
+    `limit` or behind. Raises DataError if an answer that ends the chat is not found, or if marks
+    cannot be matched with turns.
     """
     if tokenizer.mark:
         return _marked_spans(chat, tokenizer), False
 
-    content_ends = None  # of each turn's content in the text, for the answers of a long chat
+    # Where each turn's content ends in the text, for the later answers of a long chat.
+    content_ends = None
     if len(chat.turns) > _FIRST_TURNS:
         content_ends = _ends_of_contents(text, chat, tokenizer)
     spans = []
@@ -486,7 +502,7 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
             span = _span_by_all_turns(text, chat, i, tokenizer)
 
         if span is None:
-            # The template writes this turn or one before otherwise in the whole chat.
+            # The template writes this turn, or one before, differently in the whole chat.
             last = _span_by_all_turns(text, chat, chat.answers[-1], tokenizer)
             if last is None and chat.answers[-1] == len(chat.turns) - 1:  # no turn follows it
                 need = "starts an answer otherwise than it writes the last one; set data.template"
@@ -523,7 +539,7 @@ def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
 def _span_by_all_turns(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> Span | None:
     """Return the span of the turn at index `i` in a chat's text, by rendering all turns before it.
 
-    None if the template writes these turns otherwise in the whole chat.
+    None if the template writes these turns differently in the whole chat.
     """
     render = tokenizer.render
     assert render is not None  # `read` refuses a chat without a template
@@ -532,7 +548,7 @@ def _span_by_all_turns(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> 
     if is_first:
         earlier = [_ASKED]  # templates refuse a chat without turns
 
-    # Up to the start of this answer, and up to its end.
+    # The text up to the start of this answer, and up to its end.
     before = render(earlier, prompts=True, tools=chat.tools)
     through = render([*earlier, chat.turns[i]], prompts=False, tools=chat.tools)
     if not through.startswith(before):
@@ -604,8 +620,8 @@ def _span_by_question(
         start_of_answer = before.removeprefix(render(question, prompts=False, tools=chat.tools))
     except Exception:  # deliberately broad, because templates are programs
         return None
-    # Give up if the template writes what precedes an answer otherwise once the answer is there, or
-    # the question otherwise when it proposes the start of an answer.
+    # Give up if the template changes what precedes an answer once the answer is there, or changes
+    # the question when it writes the start of an answer.
     if not through.startswith(before) or start_of_answer == before:
         return None
     written = _without_space(through.removeprefix(before), tokenizer)

@@ -86,15 +86,16 @@ class Corpus:
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A record of each file that was read, see `Manifest.files`."""
+        """A dict for each file that was read: name, number of documents, maybe size and hash."""
         return [record.model_dump(exclude_none=True) for record in self.manifest.files]
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray | RowBatch:
         """Return rows `start` to `start + count - 1` of a worker's stream, as a model reads them.
 
-        They are int32 [count, L + 1], or a `RowBatch` if the model separates documents. `trainer`
-        is a trainer's permanent id, and `stream` the number of one of its streams; see
-        `data.sampling.stream_rows`.
+        They are int32 [count, L + 1]; or a `RowBatch`, which also has the starts of documents and
+        the weights of losses, if the model separates documents. `trainer` is the permanent id of a
+        trainer (a model in training). `stream` is the number of one of its streams: the endless
+        sequence of rows that one of its workers reads.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
         return rows_at(self.rows, index)
@@ -103,7 +104,7 @@ class Corpus:
         """Describe the rows of a run in words, with an excerpt of a training row."""
         tokenizer = self.tokenizer
         first = self.batch(trainer=0, stream=0, start=0, count=1)
-        row = as_row_batch(first).tokens[0]
+        row = as_row_batch(first).tokens[0]  # `batch` gives an array or a `RowBatch`
         num_train = str(len(self.rows))
         num_heldout = str(len(self.heldout_rows))
         of_class = ""
@@ -227,7 +228,8 @@ def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
 
 def _by_class(rows: np.ndarray | DocumentRows) -> str:
     """Return the words for how many labelled rows each class has: " (5, 7 by class)"."""
-    counts = np.bincount(np.asarray(rows)[:, 0])  # a labelled row begins with its class
+    # A labelled row begins with its class. `asarray` only tells the type checker what the rows are.
+    counts = np.bincount(np.asarray(rows)[:, 0])
     return f" ({', '.join(map(str, counts))} by class)"
 
 
@@ -271,7 +273,8 @@ def load_corpus(
     Raises:
       ConfigError: If keys contradict one another, the model lacks ids of the tokenizer, chats need
         a template and there is none, the hub has no such data set, or a server refuses access.
-      DataError: If files are missing or damaged, or hold too little text.
+      DataError: If files are missing or damaged, or hold too little text to hold rows out, or for
+        the first batches.
       ResourceError: If a server does not answer; if it is the hub, only if no rows of the data set
         were made before.
     """
@@ -321,9 +324,10 @@ def load_corpus(
 
 
 def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | DocumentRows:
-    """Return the rows to train on, or the held-out rows, in the form that `data` asks for.
+    """Return rows in the form in which `Corpus.batch` reads them.
 
-    They are `DocumentRows` if the model separates documents, else the array of tokens.
+    `arrays` are those of the rows to train on, or of the held-out rows. The result is
+    `DocumentRows` if the model separates documents, else the array of tokens.
     """
     if not data.separates_documents:
         return arrays.tokens
@@ -334,9 +338,10 @@ def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | Document
 def _prepare_rows(job: Job, note: Note) -> PreparedRows:
     """Make a job's rows in the user's cache, or open those that are there.
 
-    If the cache cannot be written, rows are made in a folder that is deleted at once. So they are
-    if the source has no version: then it is not known whether it would yield the same text again.
-    Raises ConfigError, DataError or ResourceError if the text cannot be read or is too little.
+    If the cache cannot be written, rows are made in a folder that is deleted at once. The same is
+    done if the source has no version: then it may yield another text the next time. `note` is
+    called with each line to show to the user. Raises ConfigError, DataError or ResourceError if the
+    text cannot be read or is too little.
     """
     if DATA_SOURCES[job.data.source].version is not None:
         try:
@@ -366,9 +371,10 @@ def _where_of(data: DataSettings) -> str:
 def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, File]]:
     """Find the files of the text.
 
-    Returns whether the text is a data set on the hub; the files of the text; and those of separate
-    held-out text. Files are in reading order, by their names: paths relative to the folder. There
-    are none on the hub, or if the source of the text needs no path.
+    Returns:
+      Whether the text is a data set on the hub; the files of the text; and those of separate
+      held-out text. Files are in reading order; a key is the path relative to the folder. There are
+      none if the text is on the hub, or if its source needs no path.
 
     Raises:
       ConfigError: If keys contradict one another, a file is in both, an address cannot be used, or
@@ -378,6 +384,7 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     """
     source = DATA_SOURCES[data.source]
     where = _where_of(data)
+    # A path that does not exist may be a name on the hub, if this source reads the hub.
     on_hub = source.is_hub and is_on_hub(data.path, key="data.path")
     # Keys for files have no use on the hub, and the hub's keys none with files.
     if on_hub:
@@ -396,7 +403,7 @@ def _find_text(data: DataSettings) -> tuple[bool, dict[str, File], dict[str, Fil
     heldout: dict[str, File] = {}
     if data.heldout_path:
         heldout = find(data.heldout_path, key="data.heldout_path")
-    if "dataset_dict.json" in files:  # the library `datasets` saved it
+    if "dataset_dict.json" in files:  # the library `datasets` writes it beside folders of splits
         raise ConfigError(
             f"{where}: a saved data set of several splits; name the folder of one split"
         )
@@ -422,7 +429,7 @@ def _files_with_rows(files: dict[str, File]) -> dict[str, File]:
 
 
 def _without_links(files: dict[str, File]) -> set[File]:
-    """Return the files, where a link stands the file to which it leads."""
+    """Return the files, with links replaced by the files to which they lead."""
     return {file.resolve() if isinstance(file, Path) else file for file in files.values()}
 
 
@@ -469,7 +476,7 @@ def column_of_texts(data: DataSettings) -> str:
             columns = sources.hub_columns(data, where=where)
         else:
             first_file = next(iter(files.values()), None)  # a source may read no file
-            with hub.as_user_errors(where):
+            with hub.as_user_errors(where):  # a file may be on a server
                 columns = sources.first_columns(source, first_file, data)
     except hub.Unreachable:
         prepared_rows = _find_rows(lambda request: request.get("path") == data.path)
@@ -574,6 +581,7 @@ def make_job(
         # Without files, the text is that of Python's library, or of a user's function.
         "python": "" if files or on_hub else _python_identity(),
     }
+    # A single text may have to be cut in two, so that an end of it can be held out.
     num_texts = sum(1 for _, size, *_ in identities if size != 0)  # empty files are no text
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 

@@ -88,15 +88,16 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def local_path(path: str | Path, where: str = "") -> Path:
     """Return `path`, under which something is to be written, as a `Path`.
 
-    Raises ConfigError if it is an address, of which `Path` would make folders, or if no file can
-    have this name. `where` is the "key=" of the config before the path in the message.
+    Raises ConfigError if it is an address, such as s3://bucket, of which `Path` would make folders
+    here; or if no file can have this name. `where` stands before the path in the message: the
+    "key=" of the config.
     """
     # A protocol before ":/", because `Path` has made "s3:/x" of "s3://x". One letter before it is a
     # drive of Windows.
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(f"{where}{path}: an address; name a path here, and copy what is written")
     try:
-        str(path).encode()  # ValueError if the name is not UTF-8
+        str(path).encode()  # a ValueError if the name is not UTF-8
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it need not exist
             os.lstat(path)  # an error if the name is too long or has a NUL
     except (OSError, ValueError) as error:

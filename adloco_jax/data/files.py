@@ -61,9 +61,9 @@ class RemoteFile:
         return PurePosixPath(self.address).name
 
     def open(self) -> io.BufferedReader:
-        """Open the file on its server for reading; only bytes that are read are transferred."""
+        """Open the file on its server for reading; only what is read is transferred, in blocks."""
         system, path = _file_system(self.address, "address")
-        return io.BufferedReader(system.open(path, block_size=2**20))
+        return io.BufferedReader(system.open(path, block_size=2**20))  # bytes, of one request
 
 
 File = Path | RemoteFile
@@ -133,22 +133,23 @@ def is_address(path: str) -> bool:
 def _local_path(name: str, *, key: str) -> Path:
     """Return the path that the config's `key` gives, with `~` expanded; it need not exist.
 
-    Raises DataError if the system cannot look there: it has a NUL, is too long, or is forbidden.
+    Raises DataError if the system cannot look there: the path has a NUL, is too long, or access is
+    forbidden, or there is no home folder.
     """
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder for `~`
         why = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{key}={name[:200]}: not a readable path ({why})") from error
     return path
 
 
 def is_on_hub(name: str, *, key: str) -> bool:
-    """Return whether a value of the config's `key` is no existing path, and may be a hub's name.
+    """Return whether a value of the config's `key` can only be a name on the hub.
 
-    A name on the hub is OWNER/NAME, or a name alone. The hub is not asked. Raises DataError if the
-    system cannot look for the path.
+    It has the form OWNER/NAME, or NAME, without the ending of a file, and no path of this name
+    exists. The hub is not asked. Raises DataError if the system cannot look for the path.
     """
     if not hub.NAME.fullmatch(name) or name.endswith(_FILE_ENDINGS):
         return False
@@ -191,8 +192,9 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the result of `find` for a path, maybe empty, and whether the path is a folder.
+    """Return the files of a path by name, maybe none, and whether the path is a folder.
 
+    A name is the path relative to the folder, or to the part of a glob before its first wildcard.
     Raises DataError if the system cannot look there, or a link leads nowhere.
     """
     start = _local_path(path, key=key)
@@ -210,7 +212,7 @@ def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
         if start.is_file():
             candidates = [start]
         else:
-            candidates = list(_expand(base, pattern, set()))
+            candidates = list(_expand(base, pattern, entered=set()))
         for file in sorted(candidates, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
@@ -246,10 +248,11 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path]:
-    """Yield the files in a folder, at any depth, that match the parts of a glob, as in `_matches`.
+    """Yield the files in a folder, at any depth, that match a glob of the parts `pattern`.
 
-    `entered` is a set of pairs of a folder and a pattern that were read before; pairs are added.
-    None is read twice, even if a link leads to a parent folder.
+    `**` stands for any number of folders, also for none; at the end also for the file in them.
+    `entered` is a set to which each pair of a folder and a pattern is added that is read. No pair
+    is read twice, so that a link to a parent folder does not lead round and round.
     """
     visit = (folder.resolve(), tuple(pattern))
     if visit in entered:
@@ -276,7 +279,9 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 
 
 def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the result of `find` for an address, maybe empty, and whether it is of a folder.
+    """Return the files of an address by name, maybe none, and whether it is that of a folder.
+
+    A name is the path relative to the folder, or to the part of a glob before its first wildcard.
 
     Raises:
       ConfigError: If addresses of this kind cannot be read, or the server refuses access.
@@ -297,19 +302,21 @@ def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
                 return {PurePosixPath(path).name: _remote_file(protocol, about)}, False
         except FileNotFoundError:
             if not glob.has_magic(path):
-                raise  # as the DataError of `hub.as_user_errors`
+                raise  # `hub.as_user_errors` makes it a DataError
             is_glob = True
             parts = path.split("/")
-            first = next(i for i, part in enumerate(parts) if glob.has_magic(part))  # wildcard
+            # The index of the first part with a wildcard.
+            first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
             base = "/".join(parts[:first])
             pattern = parts[first:]
         # Not `system.glob`, which leaves out an object beside a folder of the same name.
         depth = None if "**" in pattern else len(pattern)  # None: any
-        listing = system.find(base, maxdepth=depth, detail=True)
+        listing = system.find(base, maxdepth=depth, detail=True)  # dicts about files, by path
 
     files: dict[str, File] = {}
     for name in sorted(listing):
         relative = name.removeprefix(base).lstrip("/")
+        # A bucket may have an empty object for a folder, whose name ends with a slash.
         is_file = listing[name]["type"] == "file" and not name.endswith("/")
         if is_file and relative and _matches(relative.split("/"), pattern):
             files[relative] = _remote_file(protocol, listing[name])
@@ -317,7 +324,7 @@ def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
 
 
 def _file_system(address: str, key: str) -> tuple[Any, str]:
-    """Return fsspec's file system for an address, and the path in it.
+    """Return fsspec's file system for an address, and the path of the address in it.
 
     `key` is the config's key, for messages. Raises ConfigError if the protocol is not supported, or
     the address has a user or a query, which may be secret.
@@ -437,7 +444,8 @@ def _copied(
     globs of which the first that matches is copied, the config's key, and advice for a message.
     """
     remote_files: Any = find(address, key=key)  # each a `RemoteFile`, by its name
-    best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)  # a glob
+    # The first glob of `one_of` that any name matches.
+    best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)
     names: set[str] = set()
     for pattern in (*wanted, best):
         names.update(fnmatch.filter(remote_files, pattern))

@@ -27,10 +27,10 @@ class Format(BaseModel):
 
 
 def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
-    """Return a JSON value as an instance of `kind`, a `Format` or another type.
+    """Return a JSON value as an instance of `kind`: a `Format`, or another type of pydantic's.
 
-    `name` says in messages what the value is, such as its file. Raises `error` with one line of
-    text if the value does not fit: `name`, the field, and what is wrong.
+    `name` says in messages what the value is, such as its file. If the value does not fit, raises
+    `error` with one line of text about the first fault: `name`, the field, and what is wrong.
     """
     try:  # files of later versions may have more fields, which are ignored
         return _adapter(kind).validate_python(value, extra="ignore")
@@ -44,7 +44,8 @@ def checked(value: Any, kind: type[T], name: str, error: type[Exception]) -> T:
         raise error(f"{name}: {message}") from faults
 
 
-_adapter = functools.cache(TypeAdapter)  # made once for each type, because this is slow
+# Pydantic's validator of a type. It is made once for each type, because this is slow.
+_adapter = functools.cache(TypeAdapter)
 
 
 def read_json(
@@ -70,9 +71,10 @@ def read_json(
 
 
 def with_tuples(value: Any) -> Any:
-    """Replace the lists of a JSON value by tuples, which settings have.
+    """Replace the lists of a JSON value by tuples, at any depth, because settings have tuples.
 
-    Pydantic would do so for JSON text, but refuses the surrogates in file names that are no UTF-8.
+    Pydantic does this when it reads JSON text itself. But it refuses the surrogates with which
+    Python writes file names that are not UTF-8.
     """
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}
