@@ -51,7 +51,7 @@ class Unreachable(ResourceError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """Return the commit of a data set's revision (branch, tag or commit), as the hub says now.
+    """Ask the hub for the commit of a data set's revision (branch, tag or commit), and return it.
 
     Raises:
       Unreachable: If the hub does not answer.
@@ -126,14 +126,15 @@ def download(
             pattern = first_match(names, one_of, where, hint)
             folder = get(pattern)
     for file in sorted(folder.rglob("*")):
-        _check_content(file, where)
+        _check_content(file, where)  # a file in the cache may be damaged
     return folder
 
 
 def _has_all_shards(folder: Path) -> bool:
     """Return whether a folder has all files that an index of weights in it names.
 
-    Older versions of the hub's library return a folder in which some are missing.
+    Older versions of the hub's library return a folder in which files are missing. Raises OSError
+    or ValueError if an index cannot be read, or is no JSON.
     """
     for index in folder.glob("*.index.json"):
         # A "weight_map" gives for the name of each weight the name of its file.
@@ -217,9 +218,10 @@ def as_user_errors(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_errors_of_name(where: str) -> Iterator[None]:
-    """Turn an error of the `with` block, which asks the hub for a name, as `as_user_errors` does.
+    """Turn an error of the `with` block, which asks the hub for a name, into a `UserError`.
 
-    The name may also be a mistyped path, so messages add that there is no such path here.
+    The classes are those of `as_user_errors`. The name may also be a mistyped path, so messages add
+    that there is no such path here.
     """
     try:
         with as_user_errors(f"{where}: no such file or folder here; on the hub"):

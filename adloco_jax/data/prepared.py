@@ -75,9 +75,8 @@ class RowArrays:
         starts = self.starts[self.starts < self.tokens.size]
         if self.answers is None:
             return len(starts)
-        # Of chats, the padding behind each is a document too. No token counts in it, and it is left
-        # out here. `reduceat` says of each document whether any token from its start to the next
-        # counts.
+        # Of chats, the padding behind each is a document too, which is left out here: in it no
+        # token counts. `reduceat` tells of each document whether any of its tokens counts.
         has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
         return int(np.count_nonzero(has_answer))
 
@@ -205,13 +204,13 @@ class DocumentRows:
         first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens
         num_rows = len(first_n)
 
-        # The documents that begin in a row are a range of `self.starts`, from `begin_n` to `end_n`.
+        # The documents that begin in a row are `self.starts[begin:end]`, for its `begin` and `end`.
         begin_n = np.searchsorted(self.starts, first_n)
         end_n = np.searchsorted(self.starts, first_n + length)
         ranges = [np.arange(begin, end) for begin, end in zip(begin_n, end_n, strict=True)]
         document_k = np.concatenate([np.arange(0), *ranges])  # integers also without a range
-        row_k = np.repeat(np.arange(num_rows), end_n - begin_n)  # the row where each begins
-        position_k = self.starts[document_k] - first_n[row_k]
+        row_k = np.repeat(np.arange(num_rows), end_n - begin_n)  # the row in which each begins
+        position_k = self.starts[document_k] - first_n[row_k]  # where it begins in this row
 
         # Write each start at its position, and carry it on to the positions behind.
         starts_nL = np.zeros((num_rows, length), np.int32)
@@ -253,7 +252,10 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_prepared(folder: Path) -> Manifest:
-    """Read the description in a folder of prepared rows; DataError if it is missing or damaged."""
+    """Read the description in a folder of prepared rows.
+
+    Raises DataError if it is missing, damaged, or of another version of the layout.
+    """
     path = folder / MANIFEST
     content = read_json(path, DataError)
     version = content.get("format")

@@ -522,6 +522,7 @@ def _write_folder(job: Job, text: _TokenisedText, folder: Path) -> Manifest:
     masks = _split(job, about)
 
     # Documents that give no rows: bad ones, rejected chats, chats without an answer, and copies.
+    # Only the copies have tokens.
     is_empty = about["length"] == 0
     rejected = int(about["rejected"].sum())
     dropped = int(is_empty.sum()) - text.num_bad - rejected
@@ -694,7 +695,7 @@ def _laid_out(
     length_D = lengths_N[mask_N]
     # The index of each document's first token in the flattened rows.
     if job.data.is_chat:
-        row_D, offset_D = pack(length_D, width)
+        row_D, offset_D = pack(length_D, width)  # each chat's row, and where it begins there
         first_D = row_D * width + offset_D
         num_rows = int(row_D.max(initial=-1)) + 1  # 0 if there is no chat
     else:
@@ -806,9 +807,10 @@ def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks)
 
 
 def _draw(rows: np.ndarray, limit: int) -> np.ndarray:
-    """Return up to `limit` rows, drawn at random (files are often sorted by class), in order.
+    """Return up to `limit` rows, drawn at random and in their order.
 
-    The choice depends on the numbers of rows alone.
+    They are not the first, because files are often sorted by class. The choice depends only on
+    `limit` and the number of rows.
     """
     limit = min(limit, len(rows))
     same_key = np.zeros(1, np.uint64)  # so that no seed changes the choice

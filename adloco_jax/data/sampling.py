@@ -82,13 +82,14 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
 
 
 def with_rows(settings: Settings, num_rows: int) -> Settings:
-    """Return settings that know how many rows all trainers together draw from.
+    """Return settings that know how many rows all trainers together read from.
 
-    Trainers read random subsets, and together at most all rows. With `num_epochs`, the number of
-    tokens at which training ends (`last_token`) follows from the number of these rows. `num_rows`
-    is the number of rows to train on; 0 if it is not known, as of a user's own corpus.
+    Each trainer reads a random subset, and together they read at most all rows. With `num_epochs`,
+    the number of tokens at which training ends (`last_token`) follows from the number of these
+    rows. `num_rows` is the number of rows to train on; 0 if it is not known, as of a user's own
+    corpus.
 
-    Raises ConfigError if `num_epochs` is set and the number is not known, or if the learning rate's
+    Raises ConfigError if `num_epochs` is set and `num_rows` is not known, or if the learning rate's
     warm-up would last longer than all training.
     """
     num_epochs = settings.num_epochs
@@ -98,6 +99,7 @@ def with_rows(settings: Settings, num_rows: int) -> Settings:
     subset_size = max(1, int(settings.data.subset_frac * num_rows))  # as `RowOrder.subset_size`
     settings = settings.with_rows(min(num_rows, subset_size * settings.ensemble.num_trainers))
     # Warm-up is a number of updates, and the end of training a number of tokens.
+    # A round has `steps_per_round` updates.
     tokens_per_update = settings.round_tokens / settings.inner.steps_per_round
     warmup_tokens = warmup_updates * tokens_per_update
     if num_epochs and warmup_updates and warmup_tokens >= settings.last_token:
@@ -190,7 +192,8 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
     `block` is uint64 [n] in this range, and `key` uint64 [1] or [n], one for each entry.
     """
-    # The halves have as many bits, or differ by one. They change places after every round.
+    # The halves have the same number of bits, or differ by one. They change places after every
+    # round.
     left_bits = num_bits // 2
     right_bits = num_bits - left_bits
     left = block >> right_bits

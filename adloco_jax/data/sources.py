@@ -158,6 +158,7 @@ def documents_of(
                 if not data.skip_bad:
                     raise
                 document = Document("", fault=str(error))
+            # A table may have empty cells. A bad row is passed on, to be counted.
             is_empty_record = not is_text and not document.text and not document.fault
             if not is_empty_record:
                 yield document
@@ -175,7 +176,7 @@ def _document(
     """
     if isinstance(row, DataError):
         raise row
-    used = _used_columns(data)
+    used = _used_columns(data)  # from each column to the key of the config that names it
     require_columns(row.columns, used, row.where)
     if data.is_chat:
         text, answers = chats.read(row.columns, row.where, data, tokenizer)
@@ -212,9 +213,12 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
     """Raise DataError if a table lacks a wanted column, or has it twice.
 
     For the text's column the message proposes a usual one, if it is there. A table of preferences,
-    as for DPO, has a message of its own. `columns` are the names of the table's
-    columns. `wanted` maps the name of each wanted column to the key of the group `data` that names
-    it, and `where` is the table or row.
+    as for DPO, has a message of its own.
+
+    Args:
+      columns: The names of the table's columns.
+      wanted: From the name of each wanted column to the key of the group `data` that names it.
+      where: The table or row, for messages.
     """
     columns = list(columns)
     missing = wanted.keys() - columns
@@ -242,12 +246,12 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
 
 
 def first_columns(source: DataSource, file: File | None, data: DataSettings) -> list[str]:
-    """Return the names of all columns in the first row of a file that is not bad.
+    """Return the names of a file's columns, as its first proper row has them.
 
-    Empty if the file has texts without columns, or no such row. `file` is None for a source that
-    reads no file. Raises DataError if the file is damaged.
+    Bad rows are passed over. Empty if the file has texts without columns, or no proper row. `file`
+    is None for a source that reads no file. Raises DataError if the file is damaged.
     """
-    # With these names empty, no column need be there. A source that reads only the columns that the
+    # With these names empty, no column is required. A source that reads only the columns that the
     # config names then gives the names of all columns in `Record.unread`.
     data = data.model_copy(update={"text_column": "", "label_column": ""})
     for row in source.documents(file, data):

@@ -321,8 +321,8 @@ def _require_known_ids(tokenizer: Tokenizer, model: ModelSettings) -> None:
 def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
     """Make the tokenizer whose ids are UTF-8 bytes, and 256 for the end of text.
 
-    `text_length` is the longest text to be classified in tokens, which then gets an end of text at
-    both ends; None: texts are not classified. `template` is the text of a chat template; empty:
+    `text_length` is the upper limit of tokens of a text to be classified, which gets an end of text
+    at both ends; None: texts are not classified. `template` is the text of a chat template; empty:
     none.
     """
     import tokenizers
@@ -353,7 +353,10 @@ def _bytes_tokenizer(text_length: int | None, template: str) -> Tokenizer:
         )
 
     def save(folder: Path, max_length: int | None) -> None:
-        """Write the files from which `transformers` makes a tokenizer with the same ids."""
+        """Write the files from which `transformers` makes a tokenizer with the same ids.
+
+        `max_length` is the model's context in tokens, or None.
+        """
         tokenizer = for_transformers()
         if text_length is not None:
             _prepare_for_classes(tokenizer, _END_OF_TEXT, text_length)
@@ -409,7 +412,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        """Return for each answer in this text the first character, and the one behind."""
+        """Return each answer in the text of `render`: its first character, and the one behind."""
         encoded = tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -549,7 +552,10 @@ def _hugging_face_tokenizer(
         ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))  # each once, in order
 
     def save(folder: Path, max_length: int | None) -> None:
-        """Write the tokenizer's files, and a copy of its generation config if it has one."""
+        """Write the tokenizer's files, and a copy of its generation config if it has one.
+
+        `max_length` is the model's context in tokens, or None.
+        """
         _save(tokenizer, folder, max_length)
         generation = path / GENERATION
         if generation.is_file():
