@@ -9,10 +9,12 @@ is that of its inner optimizer. A worker's id is also the number of its data str
 trainer's id; `M` is the axis of trainers, `R` that of workers, `S` that of updates, and `T` that of
 micro-batches.
 
-A response counts if it is part of the outer update. A plan has the sizes of a round. The control is
-the host's part of a run's state: trainers, their workers, and counts. The ledger is the run's file
-of events. A learner is late if it has not answered when the grace of the quorum is over: the time
-that a round still waits once enough learners (`engine.quorum`) have answered.
+A response is of one worker: its difference, losses and skipped updates. It counts if it is part of
+the outer update. A plan has the sizes of a round. The control is the host's part of a run's state:
+trainers, their workers, and counts; a state has the control, and the arrays of all trainers (the
+ensemble). The ledger is the run's file of events. A learner is late if it has not answered when the
+grace of the quorum is over: the time that a round still waits once enough learners
+(`engine.quorum`) have answered.
 """
 
 import functools
@@ -82,14 +84,20 @@ def _apply(
 ) -> _OuterUpdate:
     """Apply the outer update to trainers, and return it in the form in which it can be sent too.
 
-    `ensemble` has the trainers before it. `differences` are those of all their workers, which
-    `weights_R` weighs in the mean, and `factor_R` multiplies (None: by 1). The keywords are those
-    of `core.outer.apply_differences`, which hands the packed update to `all_gather`.
+    Args:
+      ensemble: The trainers before the update.
+      differences: Those of all their workers.
+      weights_R: The weight of each difference in its trainer's mean.
+      factor_R: By what each difference is multiplied first; None: by 1.
+      outer_tx: The outer optimizer.
+      aggregate: Makes one difference of a trainer's workers' ones, such as their mean.
+      precision: That in which differences were packed, and the update is packed.
+      skip_single: Whether a trainer with one worker takes its parameters, without the optimizer.
     """
     packed_updates: list[PyTree] = []
 
     def all_gather(packed_M: PyTree) -> PyTree:
-        """Keep the packed update; nothing is gathered, as all workers are here."""
+        """Keep the packed update; nothing is gathered, as this process has all workers' arrays."""
         packed_updates.append(packed_M)
         return packed_M
 
@@ -108,11 +116,10 @@ def _apply(
 
 
 def _difference_norms(params: PyTree, precision: Precision, packed_R: PyTree) -> jax.Array:
-    """Return the norm of one worker's difference, in an array `(1,)`.
+    """Return the norm of one worker's difference, after packing and unpacking: an array `(1,)`.
 
-    It is the norm of what is added to the outer update: the difference after it was packed.
-    `params` is a tree of `jax.ShapeDtypeStruct`, one worker's parameters. `packed_R` is its
-    difference, packed in `precision`, with an axis R of length one.
+    That is what the outer update uses. `params` has the shapes and types of one worker's
+    parameters. `packed_R` is its difference, packed in `precision`, with an axis R of length one.
     """
     shapes = trainable(params)
     like_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.float32), shapes)
@@ -140,9 +147,9 @@ class ElasticEngine:
         """Store the arguments; the first call of `round` starts the learners.
 
         Args:
-          setup: That from which learners are made; in `setup.spec` with the driver's own devices.
+          setup: What learners are made from; the devices in `setup.spec` are the driver's own.
           programs: Compiled programs of the driver, for merges and held-out losses.
-          heldout: Held-out rows, for guard losses.
+          heldout: Held-out rows, on which the losses of trainers are computed before a merge.
           write: `write(event, **fields)` adds a line about a learner to the ledger.
         """
         spec = setup.spec
@@ -153,9 +160,9 @@ class ElasticEngine:
         self.heldout = heldout
         self.control_before: Control  # that with which the rounds under way were begun
         self.rounds: dict[int, RoundRecord] = {}  # rounds under way, by the trainer's id
-        self.pool = LearnerPool(setup, write)
-        self._states = InnerStates(spec, self.pool, self._poll)
-        self._params = SentParams(self.pool)
+        self.pool = LearnerPool(setup, write)  # starts learners, and calls them
+        self._states = InnerStates(spec, self.pool, self._poll)  # knows where each inner state is
+        self._params = SentParams(self.pool)  # knows which parameters each learner has
         self._fault: ResourceError | None = None  # of a round that could not begin
         self._finished_s = time.monotonic()  # when the last round ended
         self._tell_s = math.inf  # when to say what the driver waits for
@@ -181,18 +188,29 @@ class ElasticEngine:
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Start rounds in learners; end those, at least one, whose learners have answered.
 
-        All end together if trainers must stay together (`_keeps_together`). `decide(control, stats,
-        plans)` returns the control with the next sizes, and a decision for each trainer in `plans`.
-        Returns the state after the rounds, and a `Boundary`: their results and decisions.
+        The rounds of all trainers end together if the run adds workers, or ends at a number of
+        tokens.
 
-        Raises ConfigError if at the start a learner has other data or versions; ResourceError if
-        too few start, a round keeps failing, or the cluster is gone; Stopped soon after a signal.
+        Args:
+          state: Ensemble and control after the rounds before.
+          decide: `decide(control, stats, plans)` returns the control with the next sizes, and a
+            decision for each trainer in `plans`; `stats` are gradient statistics by trainer id.
+
+        Returns:
+          The state after the rounds, and a `Boundary`: their results and decisions.
+
+        Raises:
+          ConfigError: At the start, if a learner has other data or versions.
+          ResourceError: If too few learners start, or none is left; if a trainer's rounds keep
+            failing; or if the learners cannot be reached any more.
+          Preempted: If a signal comes before enough learners have joined.
+          Stopped: Some seconds after a signal, if too few rounds have ended until then.
         """
         ended = self._wait_for_rounds(state)
 
         # Count what the rounds have cost, and choose the next sizes.
         plans = {m: each.plan for m, each in ended.items()}
-        counted = {}  # by worker id
+        counted = {}  # by worker id, the updates and sequences of the workers whose response counts
         for each in ended.values():
             for worker_id in each.counted:
                 counted[worker_id] = each.spent(worker_id)
@@ -208,11 +226,11 @@ class ElasticEngine:
 
         ensemble, outcomes = self._outer_updates(state, ended)
 
-        # Write the fields of the ledger's lines, one line for each round.
+        # Collect the fields of the ledger's lines, one line for each round.
         shares = self._shares(len(ended))
         lines = {}
         for m, each in ended.items():
-            line = planned(state.control, m, each.plan, each.rate_T)
+            line = planned(state.control, m, each.plan, each.rate_T)  # known before the round
             lines[m] = line | {"workers_counted": len(each.useful)} | shares | costs[m]
 
         # The duration begins at the last round's end or later, so no second is counted twice.
@@ -221,6 +239,7 @@ class ElasticEngine:
         step_s = now_s - max(self._finished_s, start_s)
         self._finished_s = now_s
 
+        # It also removes trainers that have skipped too many updates in a row.
         state, boundary = end_round(
             State(ensemble, control), lines, outcomes, decided, step_s=step_s
         )
@@ -230,9 +249,10 @@ class ElasticEngine:
     def _shares(self, num_ended: int) -> dict[str, float]:
         """Divide what learners did since the last round ended among the rounds that end now.
 
-        Returns fields that the ledger's line of each of these rounds has: bytes sent and received,
-        and seconds of learners in all, lost, and for each use of their time. The counts start again
-        at zero.
+        Returns the fields of one round's line in the ledger, equal for the `num_ended` rounds:
+        bytes sent and received (`wire_bytes`), and the seconds that learners were up (`up_s`), that
+        were lost with a learner (`lost_s`), and of each use of their time, such as `computing_s`.
+        The counts start again at zero.
         """
 
         def share_s(seconds: float) -> float:
@@ -256,18 +276,19 @@ class ElasticEngine:
         return shares
 
     def _wait_for_rounds(self, state: State) -> dict[int, RoundRecord]:
-        """Start rounds, wait until some have ended, take them out and judge their responses.
+        """Start rounds, wait until enough have ended, and decide which responses count in these.
 
-        Returns the rounds that have ended, by trainer id, in the order of `control.trainers`. After
-        a signal none is started, and Stopped is raised `LAST_S` seconds later if too few have ended
-        until then. Raises ResourceError if a round could not begin or keeps failing.
+        Enough is one round, or those of all trainers if they must stay together. Returns the rounds
+        that have ended, by trainer id, in the order of `control.trainers`; they are no more in
+        `self.rounds`. After a signal no round is started; `LAST_S` seconds later Stopped is raised
+        if too few have ended. Other errors are those of `round`.
         """
         if self._fault is not None:
             raise self._fault
         control = state.control
         self.control_before = control
         self.pool.control = control
-        if not self.pool.learners:
+        if not self.pool.learners:  # this is the first round
             self.pool.start_all(control.num_workers)
         if not self.rounds:
             # After a resume, a merge or a spawn the ensemble has inner states to send.
@@ -275,12 +296,12 @@ class ElasticEngine:
         num_needed = 1  # rounds that must end before this returns
         if self._keeps_together():
             num_needed = len(control.trainers)
-        self._tell_s = time.monotonic()  # without a learner, what is missing is said at once
+        self._tell_s = time.monotonic()  # at once, if there is no learner
         if self.pool.num_present:
             self._tell_s += TELL_S
         while True:
             if processes.is_asked_to_stop():
-                # From the first time on, rounds under way have so many seconds.
+                # Set once: rounds under way have `LAST_S` seconds after the signal.
                 self._stop_s = min(self._stop_s, time.monotonic() + LAST_S)
                 if not self.rounds or time.monotonic() >= self._stop_s:
                     raise Stopped(state)
@@ -298,14 +319,14 @@ class ElasticEngine:
         return ended
 
     def _judge(self, state: State, ended: Mapping[int, RoundRecord]) -> None:
-        """Decide which responses count, and scale down differences much larger than usual.
+        """Decide which responses count, and by which factor a difference is scaled down.
 
-        `ended` has the rounds by trainer id. `RoundRecord.judge` stores in each which responses
-        count, and the factors of the differences that are scaled down. What is usual it takes from
-        the norms, per update, that were accepted in the trainer's rounds before.
+        Each round of `ended`, by trainer id, stores its result (`RoundRecord.judge`). A difference
+        is scaled down if its norm, per update, is much larger than usual: than the norms that were
+        accepted in the trainer's earlier rounds.
 
-        `self._accepted_norms` is set for the next rounds: by trainer, the norms of the rounds
-        before, and those that were accepted now. Only the last `KEPT_NORMS` of each are kept.
+        `self._accepted_norms` is set for the next rounds: by trainer, the last `KEPT_NORMS`
+        accepted norms, with those of this round.
         """
         control = state.control
         self._accepted_norms = {}
@@ -314,7 +335,8 @@ class ElasticEngine:
                 self._accepted_norms[key] = past
         for m, each in ended.items():
             past = self._accepted_norms.get(str(m), [])
-            # The parameters with which the round began, of this trainer alone.
+            # The parameters with which the round began, of this trainer alone (M is 1). Only
+            # floating-point ones are trained.
             start_M = take(state.ensemble, control.positions([m])).params_M
             params_norm = float(norms(trainable(start_M))[0])
             accepted = each.judge(past, params_norm, self.settings.outer.clip_workers)
@@ -330,26 +352,26 @@ class ElasticEngine:
             return
 
         now_s = time.monotonic()
-        left_s = 0.0  # until the last response comes
-        works: list[str] = []  # parts of the line about learners of whose work no end is known
+        left_s = 0.0  # until the last response comes; infinity: not known
+        unknown: list[str] = []  # texts about the learners whose work ends at an unknown time
         for call in self.pool.pending("run_round"):
             assert call.request is not None
             learner = self.pool.learners[call.learner]
             end_s = learner.sent_s + learner.predicted_s(call.request.num_sequences)
             left_s = max(left_s, end_s - now_s)
             if learner.compiling_s is not None:
-                works.append(
+                unknown.append(
                     f"learner {call.learner} compiles, {now_s - learner.compiling_s:.0f} s"
                 )
             elif math.isinf(end_s):  # its first round
-                works.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
+                unknown.append(f"learner {call.learner} works, {now_s - learner.sent_s:.0f} s")
 
         num_come = sum(len(each.reported) for each in self.rounds.values())
         num_asked = num_come + sum(len(each.awaited) for each in self.rounds.values())
         line = f"round {control.round + 1}: {num_come} of {num_asked} responses have come"
         if 1 <= left_s < math.inf:
             line += f", the last in about {left_s:.0f} s"
-        say("; ".join([line, *works]))
+        say("; ".join([line, *unknown]))
 
     def _outer_updates(
         self, state: State, ended: Mapping[int, RoundRecord]
@@ -358,7 +380,7 @@ class ElasticEngine:
 
         `ended` has the rounds by trainer id. Returns the ensemble without inner states, which are
         in the learners now; and by trainer id the losses and skipped updates of the round, with the
-        norm of the outer update.
+        norm of the outer update, NaN if there was none.
         """
         ensemble = state.ensemble.replace(inner_state_R=None)
         outcomes = {}
@@ -366,9 +388,10 @@ class ElasticEngine:
             worker_ids = state.control.trainers[m].streams
             norm = math.nan  # if no response counts
             if each.counted:
-                at = state.control.positions([m])  # of the trainer, in arrays [M, ...]
-                updated = self._outer_update(take(ensemble, at), worker_ids, each)
-                ensemble = put(ensemble, at, updated.ensemble)
+                # The trainer alone is taken out of the arrays [M, ...], updated, and put back.
+                position_M = state.control.positions([m])
+                updated = self._outer_update(take(ensemble, position_M), worker_ids, each)
+                ensemble = put(ensemble, position_M, updated.ensemble)
                 norm = float(updated.norm_M[0])
                 if math.isfinite(norm):  # otherwise the parameters are as before
                     self._record_change(m, each, worker_ids, updated.packed_updates)
@@ -401,8 +424,8 @@ class ElasticEngine:
     def _begin_next_rounds(self, state: State) -> None:
         """Begin the next rounds, so that learners work while observers evaluate and save.
 
-        `state` is that after a round. Nothing begins after a signal, or if trainers or workers may
-        change first. If no learner is left, the error is kept for the next call of `round`.
+        `state` is that after a round. Nothing begins after a signal, or if trainers may merge or
+        get workers first. A ResourceError is kept for the next call of `round`.
         """
         self.control_before = state.control
         self.pool.control = state.control
@@ -413,19 +436,18 @@ class ElasticEngine:
                 self._fault = error  # observers must still save this round
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Return the state as it is, and no changes.
+        """Return the state as it is, and no changes: nothing is left to synchronise.
 
-        Only Streaming DiLoCo has something left to synchronise at the end, and it cannot use
-        learners.
+        Only Streaming DiLoCo, which cannot use learners, synchronises again at the end of a run.
         """
         return state, []
 
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
-        """Compute in this process the guard losses of trainers, and of merges of several.
+        """Compute the losses, on held-out rows, by which a planned merge is accepted or refused.
 
-        Each of `models` is a trainer, or a planned merge: it maps ids of trainers to their weights,
-        the representative first. Returns a loss for each on the held-out guard rows, in nats per
-        token, or per row for labelled rows.
+        Each of `models` is a trainer, or a planned merge of several: it maps ids of trainers to
+        their weights, the representative first. Returns a loss for each, in nats per token, or per
+        row for labelled rows. They are computed in this process.
         """
         return guard_losses(state, models, self.programs, self.heldout)
 
@@ -448,24 +470,26 @@ class ElasticEngine:
         for m in members:  # whole parameters are sent next, as no outer update makes a merge
             self._params.record_change(m, update=None)
         ensemble = self._states.ensemble_with_states(state, fetches=True)
-        weights_n = np.asarray(weights, np.float32)
-        # `replace` calls `merged`, the compiled program, in parts that need less memory.
-        return replace(merged, ensemble, weights_n, member_positions, worker_positions)
+        member_weights = np.asarray(weights, np.float32)
+        # `replace` calls `merged`, the compiled program, on parts of the ensemble, to save memory.
+        return replace(merged, ensemble, member_weights, member_positions, worker_positions)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states.
 
         `state` has the ensemble and control before. Returns the ensemble with the new workers.
         """
-        (position,) = state.control.positions([trainer])
+        (position,) = state.control.positions([trainer])  # in arrays [M, ...]
         ensemble = self._states.ensemble_with_states(state, fetches=True)
+        # `replace` calls `spawned`, the compiled program, on parts of the ensemble, to save memory.
         return replace(spawned, ensemble, position, num_workers)
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble with inner states, fetched from the learners, to save it.
 
-        They are fresh instead if learners are far away, or `inner.state=reset`.
+        They are fresh instead if the links to learners are slow, or `inner.state=reset`.
         """
+        # Before the learners are started there is no transport, and all states are here.
         fetches = not self.pool.learners or self.pool.transport.moves_states
         return self._states.ensemble_with_states(state, fetches=fetches)
 
@@ -487,11 +511,11 @@ class ElasticEngine:
     def _may_begin(self, control: Control, trainer: int) -> bool:
         """Whether a trainer may begin its next round now, without waiting for others.
 
-        If trainers stay together, it waits for the slowest, whose rounds `control.round` counts.
+        If trainers stay together, it waits until all have ended as many rounds as it has.
         Otherwise it waits only before the next possible merge, and at the end of the run.
         """
         settings = self.settings
-        num_ended = control.rounds_of(trainer)
+        num_ended = control.rounds_of(trainer)  # `control.round` counts those of the slowest one
         if self._keeps_together():
             return num_ended == control.round
         last_round = settings.last_round
@@ -504,7 +528,7 @@ class ElasticEngine:
     def _changes_now(self, control: Control) -> bool:
         """Whether the run is over, or trainers may merge or get workers before their next round."""
         settings = self.settings
-        done = settings.share_done(control.round, control.tokens_total)
+        done = settings.share_done(control.round, control.tokens_total)  # 1 or more: all of the run
         if not control.trainers or done >= 1:
             return True
         joining = joining_workers(control, settings.ensemble, done)
@@ -513,7 +537,8 @@ class ElasticEngine:
     def _begin_rounds(self, state: State) -> None:
         """Start a round of every trainer that may begin one and has a worker on a free learner.
 
-        Their records are added to `self.rounds`. Workers are assigned to learners first.
+        Workers are assigned to learners first. The record of each round is added to `self.rounds`.
+        Raises ResourceError if no learner is left.
         """
         control = state.control
         now_s = time.monotonic()
@@ -528,7 +553,8 @@ class ElasticEngine:
         self._assign_workers(control, idle)
 
         plans = round_plans(control, self.settings, idle)
-        num_sequences = 0  # of all rounds that may begin now
+        # Learning rates may depend on the run's tokens, to which all these rounds add.
+        num_sequences = 0
         for m, plan in plans.items():
             num_sequences += plan.num_sequences * len(control.trainers[m].streams)
         round_tokens = self.spec.sequence_length * num_sequences
@@ -541,8 +567,11 @@ class ElasticEngine:
                 self.rounds[m] = record
 
     def _free_hosts(self) -> dict[int, decisions.LearnerRecord]:
-        """Return, by worker id, the learners that stay and run no round now."""
-        occupied = {call.learner for call in self.pool.pending("run_round")}  # numbers
+        """Return, by worker id, the learners of workers that can run a round now.
+
+        A learner cannot if it has not joined, is leaving, or runs a round.
+        """
+        occupied = {call.learner for call in self.pool.pending("run_round")}  # their numbers
         hosts = {}
         for learner in self.pool.learners.values():
             if learner.joined and not learner.leaving and learner.number not in occupied:
@@ -570,13 +599,14 @@ class ElasticEngine:
           hosts: The learners that are free, by the ids of their workers.
 
         Returns:
-          The record, which waits for the learners that were asked. None if no worker's learner is
-          free: the round does not begin.
+          The record, in which the learners that were asked are awaited. None if no worker's learner
+          is free: the round does not begin.
         """
         control = state.control
         settings = self.settings
         # Position of the round's first sequence in each worker's rows.
         starts = {worker_id: start for _, worker_id, start in control.reads([trainer])}
+        # Those of this trainer's workers whose learner is free, and that learner.
         free = {worker_id: hosts[worker_id] for worker_id in starts if worker_id in hosts}
         if not free:
             return None
@@ -595,7 +625,8 @@ class ElasticEngine:
         # Slower learners make fewer updates: only some of the equal parts of a round.
         parts = decisions.num_parts(settings.inner.steps_per_round, settings.engine)
         measured_s = {worker_id: learner.sequence_s for worker_id, learner in free.items()}
-        updates = decisions.updates_by_speed(plan.num_updates, parts, measured_s)
+        updates = decisions.updates_by_speed(plan.num_updates, parts, measured_s)  # by worker id
+        # On how many of a worker's first sequences gradient statistics are measured.
         num_tested = test_count(plan, len(starts), settings.batching)
         (position,) = control.positions([trainer])  # in arrays [M, ...]
 
@@ -616,7 +647,7 @@ class ElasticEngine:
                             worker_id=worker_id,
                             start=starts[worker_id],
                             num_updates=num_updates,
-                            # A slow worker may read fewer than are to be measured.
+                            # A slow worker may read fewer sequences than are to be measured.
                             num_tested=min(num_tested, request.sequences(num_updates)),
                         )
                     )
@@ -632,11 +663,11 @@ class ElasticEngine:
         rate_T: np.ndarray,
         whole_params: Callable[[], PyTree],
     ) -> None:
-        """Send a learner its part of a round, with the parameters and states that it lacks.
+        """Send a learner its part of a round, with the parameters and inner states that it lacks.
 
-        `request` has the learner's workers, and no parameters yet; `rate_T` is the learning rate of
-        each micro-batch. `whole_params` returns the trainer's parameters, in NumPy and without axis
-        M; it is called only if they are sent.
+        `request` has the learner's workers; its fields about parameters are set here. `rate_T` is
+        the learning rate of each micro-batch. `whole_params` returns the trainer's parameters, in
+        NumPy and without axis M; it is called only if they are sent or hashed.
         """
         states = {}  # by worker id
         for work in request.work:
@@ -658,6 +689,7 @@ class ElasticEngine:
         one response of the `record` counts. A worker's weight in the mean is the number of
         sequences that it has read; it is zero if the worker's response does not count.
         """
+        # In place of a difference that does not count: zeros, and False for "is usable".
         some = next(iter(record.counted.values()))  # any one, for the shapes
         missing = jax.tree.map(np.zeros_like, some.differences)
         differences = []
@@ -671,7 +703,7 @@ class ElasticEngine:
                 differences.append(missing)
                 weights.append(0)
         factor_R = None
-        if record.factors:  # otherwise nothing is multiplied
+        if record.factors:  # otherwise no difference is scaled down
             factors = [record.factors.get(worker_id, 1.0) for worker_id in worker_ids]
             factor_R = np.array(factors, np.float32)
         weights_R = np.array(weights, np.float32)
@@ -684,7 +716,7 @@ class ElasticEngine:
         was scaled down ("clipped") or does not count ("rejected").
         """
         trainer = record.request.trainer
-        self._failures.pop(trainer, None)
+        self._failures.pop(trainer, None)  # only failures in a row count
         for worker_id in record.counted:
             self._states.record_counted(worker_id, record.senders[worker_id])
 
@@ -705,10 +737,10 @@ class ElasticEngine:
             self._assume_empty(record.senders[worker_id], trainer)
 
     def _assume_empty(self, learner: decisions.LearnerRecord, trainer: int) -> None:
-        """Send parameters and inner states anew with a learner's next requests.
+        """Assume that a learner has no parameters and inner states: its next requests bring them.
 
-        The learner may lack them, or have broken ones. The parameters of `trainer`, whose round
-        has failed there, are also stored anew, as the stored ones may be the cause.
+        It may lack them, or have broken ones. The parameters of `trainer`, whose round has failed
+        there, are also stored anew for learners, as the stored ones may be the cause.
         """
         self._params.forget(learner, trainer)
         self._states.forget(learner)
@@ -726,7 +758,7 @@ class ElasticEngine:
                     self._process_answer(event.learner, event.request, event.responses)
                 case Loss():
                     if not self.pool.num_present:
-                        self._tell_s = 0.0  # at once
+                        self._tell_s = 0.0  # say at once that a learner is missing
                     self._continue_without(event.learner, event.cause)
 
     def _process_answer(
@@ -738,7 +770,8 @@ class ElasticEngine:
         """Add a learner's responses to its trainer's round; measure the learner's speed anew.
 
         `responses` has one for each entry of `request.work`. If the learner has refused the
-        request, or they are not what was asked for, its trainer's round goes on without it.
+        request, or they are not what was asked for, the round goes on without this learner. Raises
+        ResourceError if the trainer's rounds have failed for `PATIENCE_S` seconds.
         """
         learner.due_s = None  # it has no work that must be done by a time
         try:
@@ -752,8 +785,8 @@ class ElasticEngine:
             return
         learner.num_responses += 1
         if request.takes_worker_params(self.spec):
-            # The learner has replaced the trainer's parameters by its worker's, so it has no known
-            # version of them, until the trainer takes the worker's parameters too.
+            # The trainer will take its only worker's parameters if the response counts. The learner
+            # has done so already, so its parameters are no version that is known here.
             learner.params_ids.pop(request.trainer, None)
 
         precision = request.precision(self.spec)
@@ -764,7 +797,7 @@ class ElasticEngine:
             norm_R = self._norms_of(precision, response.differences.packed_R)
             norms[work.worker_id] = float(norm_R[0])
 
-        # A learner may say what it wants: it cannot have computed for longer than it was away.
+        # A learner may claim anything, but it cannot have computed before it was asked.
         elapsed_s = time.monotonic() - learner.sent_s
         claimed_s = float(sum(response.seconds for response in responses))
         computing_s = min(claimed_s, elapsed_s)
@@ -782,8 +815,8 @@ class ElasticEngine:
         """Continue the rounds that wait for a learner without it.
 
         A round to which no other learner has responded, or will, is dropped, and begins again
-        after a pause. Raises ResourceError if that has gone on for `PATIENCE_S`; `cause` says in
-        words why the learner has failed.
+        after a pause. Raises ResourceError if a trainer's rounds have failed for `PATIENCE_S`
+        seconds. `cause` says in words why the learner has failed.
         """
         now_s = time.monotonic()
         for trainer, each in [*self.rounds.items()]:  # a copy, as rounds are deleted
@@ -791,8 +824,8 @@ class ElasticEngine:
             if each.awaited or each.responses:
                 continue
             del self.rounds[trainer]
-            first = _Failure(first_s=now_s, count=0, until_s=now_s)
-            before = self._failures.get(trainer, first)
+            none = _Failure(first_s=now_s, count=0, until_s=now_s)  # this is the first one
+            before = self._failures.get(trainer, none)
             failed_s = now_s - before.first_s
             if failed_s > PATIENCE_S:
                 raise ResourceError(
@@ -800,20 +833,20 @@ class ElasticEngine:
                     f" {learner.number}: {cause}"
                 )
             count = before.count + 1
-            until_s = now_s + decisions.pause_s(count)
+            until_s = now_s + decisions.pause_s(count)  # pauses grow with the failures in a row
             self._failures[trainer] = _Failure(first_s=before.first_s, count=count, until_s=until_s)
 
     # -- Membership ----------------------------------------------------------------------------
 
     def _assign_workers(self, control: Control, idle: Sequence[int]) -> None:
-        """Assign workers to learners; fetch the inner states that new learners must get.
+        """Assign workers to learners, and fetch the inner states of those that move to another.
 
-        The result is in `LearnerRecord.worker_ids`. `idle` are trainers that may begin a round now;
-        only their workers may move to another learner, while theirs runs no round. Learners that
+        The result is in `LearnerRecord.worker_ids`. `idle` are trainers that may begin a round now.
+        A worker may move only if it is one of theirs, and its learner runs no round. Learners that
         were asked to leave are let go first.
         """
         trainers = control.trainer_of  # by worker id
-        busy = {call.learner for call in self.pool.pending("run_round")}  # learners' numbers
+        busy = {call.learner for call in self.pool.pending("run_round")}  # numbers of learners
         self._let_leave(control, busy)
 
         movable: set[int] = set()  # workers between two rounds
@@ -831,8 +864,9 @@ class ElasticEngine:
                 returning.update(learner.worker_ids)
 
         present = [each for each in self.pool.learners.values() if each.joined]
-        hosts = decisions.assign(present, trainers, movable, returning=returning)  # numbers
-        moving = {}
+        # By worker id, the number of its learner; without the workers that wait for one.
+        hosts = decisions.assign(present, trainers, movable, returning=returning)
+        moving = {}  # by worker id, the learner to which it goes or where it stays
         for worker_id in movable & hosts.keys():
             moving[worker_id] = self.pool.learners[hosts[worker_id]]
         self._states.bring_here(control, moving)
@@ -848,33 +882,33 @@ class ElasticEngine:
             learner.worker_ids = sorted(kept | given)
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """End learners that were asked to stop, once no round with their responses is under way.
+        """End learners that were asked to leave and have no part in a round under way.
 
-        `busy` has the numbers of learners that run a round. A learner's inner states are brought
-        here first.
+        A learner has a part if it is in `busy`, the numbers of learners that run a round, or has
+        responded to a round. The inner states of its workers are brought here first.
         """
         taking_part = busy.union(*(each.reported for each in self.rounds.values()))  # numbers
         for number, learner in [*self.pool.learners.items()]:
             is_asked = learner.leaving and learner.joined
             if not is_asked or number in taking_part:
                 continue
-            nobody_yet = dict.fromkeys(learner.worker_ids)  # who runs them next is not known
-            self._states.bring_here(control, nobody_yet)
+            targets = dict.fromkeys(learner.worker_ids)  # None each: their next learner is unknown
+            self._states.bring_here(control, targets)
             if self.pool.learners[number] is not learner:
-                continue  # the learner was lost in the meantime
+                continue  # it was lost while its states were awaited
             self.pool.let_go(learner)
 
 
 def _concatenated(trees: Sequence[PyTree]) -> PyTree:
-    """Join the arrays of trees of workers along axis R, the first."""
+    """Join trees, one for each worker, to one tree: their arrays along axis R, the first."""
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
 def _by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
     """Collect the gradient statistics of the workers whose responses count, by trainer id.
 
-    `ended` has the rounds by trainer id. The statistics are in float64, with axis R. A trainer of
-    which nothing was measured is left out.
+    `ended` has the rounds by trainer id. Each field of the statistics is an array float64 [R], as
+    the batch-size tests want it. A trainer of which nothing was measured is left out.
     """
     stats = {}
     for m, each in ended.items():
