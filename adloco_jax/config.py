@@ -94,9 +94,10 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
     # A copy as plain dicts, from which options can be taken. A key with a dot, as in "inner.tx", is
     # let through here, so that it is reported below with all other faults.
     written = ConfigDict(dict(config), allow_dotted_keys=True).to_dict()
-    no_options: dict[str, Any] = {group: {} for group in GROUPS}
+    no_options: dict[str, Any] = {group: {} for group in GROUPS}  # all have their defaults
     values = no_options | written
-    for key in FOUND:  # an option that is to be found is left out, not None
+    # A config leaves an option that `completed` finds at None; a model of pydantic lacks it.
+    for key in FOUND:
         group, _, name = key.partition(".")
         options = values[group]
         if isinstance(options, dict) and name in options and options[name] is None:
@@ -120,7 +121,7 @@ def validate(config: ConfigDict | Mapping[str, Any] | Config) -> Config:
         # Check the rules of all other options too.
         settings = Config.model_validate(no_options | values)
     rules = settings.faults(tables())
-    # A broken rule about a faulty option would be about its default.
+    # A broken rule about an option with a fault is left out: it is about the option's default.
     faults += [line for line in rules if not any(key in line for key in wrong)]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -178,6 +179,7 @@ def completed(
         return config
     known = tables()
     record = _record(workdir)
+    # In each group, what is unset is first taken from the record, then found by other settings.
     batching = _filled(config.batching, record)
     batching = _with_limits(batching, known["BATCH_TESTS"])
     ensemble = _filled(config.ensemble, record)
@@ -209,7 +211,8 @@ def completed(
 def _record(workdir: str | Path | None) -> dict[str, Any]:
     """Return the settings that a run recorded, by group; empty without a run.
 
-    Empty also if the record is damaged, which `run.kept.folder.recorded` reports later.
+    `workdir` is the run's folder, or None. Empty also if the record is damaged: a run reads it
+    again later, and then raises an error.
     """
     if workdir is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -220,9 +223,9 @@ def _record(workdir: str | Path | None) -> dict[str, Any]:
 def _filled(group: Any, record: dict[str, Any]) -> Any:
     """Return a `SettingsGroup` with the recorded values of what it leaves unset.
 
-    `record` has the options of all groups, by group.
+    `record` has the recorded options of all groups, by group. What it lacks stays unset.
     """
-    recorded = record.get(group.group, {})
+    recorded = record.get(group.group, {})  # `group.group` is the name of the group
     found = {key: recorded[key] for key in group.unset if key in recorded}
     return group.model_copy(update=found)
 
@@ -242,7 +245,7 @@ def _of_checkpoint(
     model = _filled(model, record)
     recorded = record.get("model", {})
     if model.base_dtype is None:
-        # The run began with a type that fitted; with a learner on this computer, `remat` did too.
+        # A run that goes on keeps the type that was found to fit, and a `remat` found with it.
         remat = model.remat
         if remat is None:
             remat = recorded.get("remat")
@@ -260,7 +263,7 @@ def _of_checkpoint(
         content = json.dumps(checkpoint.config)
         # A checkpoint of another architecture may lack some sizes. The default is used for these,
         # and the run later refuses such a checkpoint.
-        attributes = {attribute for attribute, _ in weight_map.sizes.values()}  # names of options
+        attributes = {attribute for attribute, _ in weight_map.sizes.values()}  # such as "width"
         sizes = {}
         for name in model.unset & attributes:
             sizes[name] = getattr(checkpoint.network, name, getattr(model, name))
@@ -303,16 +306,19 @@ def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings,
 
 
 def _with_workers(ensemble: EnsembleSettings, engine: EngineSettings) -> EnsembleSettings:
-    """Let each learner have one worker, unless their number is set."""
+    """Return the settings of trainers and workers, with the number of workers set.
+
+    If it is unset, there is a worker for each learner, or without learners the default number.
+    """
     workers = ensemble.num_workers
     if "num_workers" in ensemble.unset and engine.kind != "local":
-        # Each trainer needs a worker.
+        # At least as many as trainers, because each needs a worker.
         workers = max(engine.max_learners or _FEWEST_LEARNERS, ensemble.num_trainers)
     return ensemble.model_copy(update={"num_workers": workers})
 
 
 def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> BatchingSettings:
-    """Let unset limits of batches follow the first batch; list the sizes of micro-batches.
+    """Return the settings of batches, with limits that follow the first batch where unset.
 
     Sets `batch_cap`, which limits a worker's batch; `max_batch_size`, which limits a micro-batch,
     of which a batch may have several (None if memory decides); and `buckets`, the sizes of
@@ -322,11 +328,13 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
     is_measured = tests[batching.test].needs != "nothing"  # else a schedule sets the batch
     grows = batching.test != "constant" and ("batch" in batching.growth or not is_measured)
 
-    cap = batching.batch_cap
-    if "batch_cap" in batching.unset:
-        cap = max(cap, first) if grows else first
+    cap = batching.batch_cap  # its default if it is unset
+    if "batch_cap" in batching.unset and grows:
+        cap = max(cap, first)
+    elif "batch_cap" in batching.unset:
+        cap = first
     largest = batching.max_batch_size  # None: what fits in memory is found later
-    if largest is None and (not grows or cap == first):
+    if largest is None and (not grows or cap == first):  # batches stay as the first
         largest = first
 
     most = cap  # sequences of a micro-batch
@@ -350,7 +358,7 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
 def worded(error: ValidationError) -> list[str]:
     """Describe the faults that pydantic has found in settings, each on one line.
 
-    A line has the key, the value and what it must be; of an unknown key, the nearest known one.
+    A line has the key, the value and what it must be; of an unknown key, the nearest known ones.
     """
     lines = []
     for fault in error.errors(include_url=False):

@@ -68,8 +68,9 @@ def in_bytes(value: float) -> str:
 def check_installed(package: str, extra: str, where: str) -> None:
     """Raise ConfigError unless a package is installed.
 
-    `extra` is the extra of adloco_jax that installs it. If empty, adloco_jax itself requires the
-    package wherever it has a wheel. `where` says what needs it, at the beginning of the message.
+    `extra` is the extra of adloco_jax that installs it. If it is empty, adloco_jax itself requires
+    the package, but only on platforms for which the package has a wheel. `where` says what needs
+    it, at the beginning of the message.
     """
     if importlib.util.find_spec(package) is not None:
         return
@@ -84,8 +85,8 @@ def check_installed(package: str, extra: str, where: str) -> None:
 def own_code(what: str) -> Iterator[None]:
     """Raise ConfigError for an error in a user's function, called in the `with` block.
 
-    The message has `what`, which is the function's name in words; the error; and the line of the
-    user's code. A UserError is raised as it is.
+    The message begins with `what`, which names the function or the option that chose it. The error
+    and the line of the user's code follow. A UserError is raised as it is.
     """
     try:
         yield
@@ -102,7 +103,10 @@ def own_code(what: str) -> Iterator[None]:
 
 
 def own_line(error: BaseException) -> str:
-    """Return file and line of an error's traceback, the innermost in no library; empty: none."""
+    """Return file and line of the user's code in an error's traceback, the innermost if several.
+
+    The result is empty if the traceback has only code of libraries.
+    """
     # Python's own library, this package, and modules that are built into the interpreter.
     libraries = (sysconfig.get_path("stdlib"), os.path.dirname(__file__), "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -161,9 +165,9 @@ class Preempted(UserError):
 
 
 def end_process(error: BaseException | None) -> NoReturn:
-    """Say why this process ends, and end it; for a thread that fails, which nobody waits for.
+    """Say on stderr why this process ends, and end it; for a thread, which nobody waits for.
 
-    The exit code is that of a UserError, and 1 for another error.
+    The exit code is that of a UserError, and 1 for another error, which has its traceback.
     """
     if isinstance(error, UserError):
         text = f"{error}\n"

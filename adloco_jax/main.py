@@ -57,7 +57,7 @@ def command() -> NoReturn:
         if not _is_closed_pipe(error):
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
             code = 1
-    # A run may have several processes. `all_end` waits some seconds for the others to end too, and
+    # A run may have several processes. `all_end` waits up to 10 s for the others to end too, and
     # returns whether they have. Its module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.host.processes")
     together = processes is None or processes.all_end()
@@ -72,7 +72,7 @@ def command() -> NoReturn:
 
 
 def _interrupt(*_: object) -> NoReturn:
-    """End the process at SIGINT, outside the rounds of a run (see `processes.stop_requests`).
+    """End the process at SIGINT; during a run another handler makes it save before it ends.
 
     The exit code is that of a program that the signal ends. A signal may come while Python holds
     the lock of a stream, so the line is written past the streams.
@@ -155,7 +155,7 @@ def _run(argv: Sequence[str]) -> int:
 
     # Libraries log their errors and raise them, too. So the lines of the log are not needed.
     logging.set_verbosity(logging.FATAL)
-    if name in ("export", "generate", "join"):
+    if name in ("export", "generate", "join"):  # these compute with JAX; others check it themselves
         require_devices()
     line = without_secrets(shlex.join(["adloco", *words]))  # as runs record it
 

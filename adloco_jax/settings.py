@@ -58,7 +58,7 @@ class Entry(NamedTuple):
     names: str  # the entries that the package has, separated by spaces
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        """Let pydantic's schema of the option, of which docs are made, have the names."""
+        """Add the names to pydantic's JSON schema of the option, from which docs are made."""
         return handler(schema) | {"examples": self.names.split()}
 
 
@@ -108,7 +108,7 @@ class SettingsGroup(
         yield from ()
 
     def _unknown_names(self, tables: Tables) -> list[Rule]:
-        """Return a rule for each option of this group that names an entry which no table has."""
+        """Return a broken rule for each option of this group whose table lacks what it names."""
         broken = []
         for name, field in type(self).model_fields.items():
             for mark in field.metadata:
@@ -118,10 +118,11 @@ class SettingsGroup(
         return broken
 
     def faults(self, tables: Tables) -> list[str]:
-        """Describe names that no table has, else broken rules; those of the groups come first.
+        """Describe each fault on a line: a name that its table lacks, or else a broken rule.
 
-        Rules about several groups are checked if no group names an entry that does not exist, and
-        no rule about an option that is still to be found. Each line ends with what to do.
+        The faults of the groups come first. Rules about several groups are checked only if all
+        names are known, because rules look them up. A rule about an option that is still to be
+        found does not count. Each line ends with what to do.
         """
         # A whole config has groups, and a group has none.
         groups = [value for _, value in self if isinstance(value, SettingsGroup)]
@@ -130,7 +131,7 @@ class SettingsGroup(
             lines += group.faults(tables)
         broken = self._unknown_names(tables)
         all_known = not broken and not any(group._unknown_names(tables) for group in groups)
-        if all_known:  # the rules look entries up
+        if all_known:
             broken = list(self.broken_rules(tables))
         for keys, need in broken:
             if self.unset.isdisjoint(keys.split()):
@@ -155,7 +156,7 @@ class SettingsGroup(
 
 
 def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
-    """Divide workers among trainers as evenly as possible; return each trainer's number."""
+    """Divide workers among trainers as evenly as possible; return how many each trainer has."""
     # Trainer m's workers end at the fraction (m + 1) / M of the pool, rounded up.
     ends = [math.ceil(m * num_workers / num_trainers) for m in range(num_trainers + 1)]
     return tuple(end - start for start, end in pairwise(ends))
@@ -735,11 +736,12 @@ class Config(SettingsGroup):
         return flat | of_groups
 
     def with_rows(self, num_rows: int) -> Self:
-        """Return settings that know the rows of a pass; num_epochs may shorten their rounds.
+        """Return settings with the number of rows of a pass; num_epochs may shorten their rounds.
 
-        The fewest rounds of at most steps_per_round updates then divide a pass evenly, if all
-        rounds have this length and their parameters are sent at once. So more passes change no
-        round. Called again with the same rows, it changes nothing.
+        With num_epochs, a pass then has the fewest rounds of at most steps_per_round updates, all
+        of one length. So a run with more passes has the same rounds. Rounds stay as they are if
+        their length is not fixed, or parameters are sent in parts. Called again with the same rows,
+        it changes nothing.
         """
         inner = self.inner
         known = self.model_copy(update={"num_rows": num_rows})
@@ -748,8 +750,8 @@ class Config(SettingsGroup):
         if not self.num_epochs or not num_rows or not is_fixed or self.outer.own_params:
             return known
         at_once = self.batching.initial_batch_size * sum(self.ensemble.sizes())  # rows of an update
-        # Updates of a pass, or of the part of it that the run makes; then their rounds; then the
-        # updates of one of these.
+        # Updates of a pass, or of the part of it that the run makes; the rounds of these; and the
+        # updates of such a round.
         updates = max(math.ceil(min(self.num_epochs, 1.0) * num_rows / at_once), 1)
         rounds = math.ceil(updates / inner.steps_per_round)
         steps = math.ceil(updates / rounds)

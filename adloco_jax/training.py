@@ -277,7 +277,8 @@ def join(
 
     def checked_parts(settings: Settings) -> tuple[Model, Rows]:
         """Check the caller's model and rows against the driver's settings, and return both."""
-        # The driver's settings have the rates of its own optimizers already.
+        # The driver has set the rates that go with its own optimizers. `check_own` would refuse
+        # options that are set beside an optimizer, so it gets none.
         check_own(settings, model._replace(inner_tx=None, outer_tx=None), corpus)
         return model, corpus
 
@@ -299,7 +300,7 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
       Preempted: If the process received a signal to stop.
       Exception: What `on_round` raises.
     """
-    check_rules(run)
+    check_rules(run)  # calls each function of the user's that the settings name, once
     require_equal_processes(run)
     if on_round is None:
         on_round = _ignore_round
@@ -314,7 +315,7 @@ def run_to_end(run: Run, on_round: OnRound | None = None) -> Result:
             tokenizer,
             base_sha256=run.model.base.fingerprint,
         )
-        report.conclude(run.workdir)
+        report.conclude(run.workdir)  # prints the final table, and writes the report
     # No process returns before, or its caller might read an export that is not whole.
     processes.barrier("the export and the report are written")
     return result
@@ -416,20 +417,21 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
         if settings.checkpoint.watchdog_s is not None:
             watchdog = stack.enter_context(_watchdog(settings.checkpoint.watchdog_s))
             observers.insert(0, watchdog)
-        # The first programs that are needed begin to compile in the background.
+        # The programs of the next rounds, and that of held-out losses, begin to compile in the
+        # background.
         needed = [evaluate.loss_key(engine.heldout.batch_size)]
         if is_local:
             needed = [*programs_ahead(state.control, settings, engine.programs.spec), *needed]
         engine.programs.prefetch(needed)
         try:
             state = adloco(state, settings=settings, engine=engine, observers=observers)
-            # With learners, the driver has the parameters, and asks for the other arrays.
+            # With learners, the driver has the parameters, and asks them for optimizer states.
             return State(engine.complete(state), state.control)
         except Stopped as error:  # by a signal: save, and raise Preempted
             # On this process's devices the round has begun, and may have taken the arrays' memory.
             attempt.checkpoints.end(error.state, within=is_local)
         except Diverged as error:
-            attempt.recorder(error.state, error.boundary)  # which the loop has not called
+            attempt.recorder(error.state, error.boundary)  # the loop has not recorded this round
             saved = last_checkpoint(run, attempt)
             attempt.recorder.write_end(error.state.control, "diverged")
             raise DivergedError(
@@ -439,12 +441,19 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
 
 
 def _observer_for_caller(ledger: Ledger, on_round: OnRound) -> Observer:
-    """Make an observer that gives the caller of `fit` the ledger's lines since its last call."""
+    """Make an observer that calls `on_round` of the caller of `fit`.
+
+    It is given the state, and the lines of the ledger since its last call.
+    """
     lines: deque[dict] = deque()  # another thread writes lines too, on what it compiles
     ledger.listeners.append(lines.append)  # is called with each line that is written
 
     def call_on_round(state: State, boundary: Boundary) -> None:
-        """Call `on_round` with the new lines; mark its errors as its own."""
+        """Call `on_round` with the new lines.
+
+        Raises _ErrorOfOnRound for an error of it, so that this is not taken for one of the run. A
+        UserError is raised as it is.
+        """
         # Only lines that are there now are taken: more may come meanwhile.
         new_lines = [lines.popleft() for _ in range(len(lines))]
         try:

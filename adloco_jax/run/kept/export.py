@@ -80,7 +80,7 @@ def save(
             folder,
             tokenizer,
             network=network,
-            base=hf.base_of(model.init_from),  # name or path of the frozen weights
+            base=hf.base_of(model.init_from),  # name or path of the frozen weights, and commit
             sha256=base_sha256,
             base_dtype=model.base_dtype or "",
         )
