@@ -63,7 +63,8 @@ class _Attention(nn.Module):
         scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
         # Hugging Face adds the smallest finite float instead. The weights of padding are exactly
         # zero there too.
-        scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
+        is_seen_B11L = real_BL[:, None, None, :]  # the same for each head and query
+        scores = jnp.where(is_seen_B11L, scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
         y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
         y_BLD = y_BHLK.transpose(0, 2, 1, 3).reshape(B, L, D)
@@ -151,7 +152,8 @@ class Bert(nn.Module):
         # The policy keeps products with weights, or only the layers' inputs (None). Keeping all
         # activations was slower for the Llama (studies/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        # XLA merges what inlined layers recompute with the original, unless that is prevented.
+        # XLA would merge what inlined layers recompute with the original, and so keep it, unless
+        # that is prevented.
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
         self.embed = Embed(self.vocab_size, self.width, jnp.float32, self.pad_id)
@@ -183,7 +185,7 @@ class Bert(nn.Module):
         x_BLD = self.token_type(x_BLD, 0, tap_B)
         x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
-        arguments = (real_BL, tap_B)
+        arguments = (real_BL, tap_B)  # of each layer, besides the activations
         x_BLD, _ = run_layers(self.layers, self.layer, x_BLD, arguments, form=self.layer_form)
 
         first_B1D = x_BLD[:, :1]  # the token [CLS], which stands for the text
@@ -202,7 +204,8 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     Raises:
       ValueError: While tracing the returned function, if `rows` has another shape.
     """
-    logits: Any = model.apply  # a bound method can be pickled and sent to another process
+    # A bound method can be pickled and sent to another process, unlike a result of `nn.apply`.
+    logits: Any = model.apply
 
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         """Return the logits of each example, float32 [B, C]."""

@@ -21,8 +21,10 @@ NO_ADAPTER = AdapterSettings()
 
 
 def class_count(model: ModelSettings) -> int | None:
-    """Return the number of classes of a configured classifier; None if rows have no labels."""
-    return model.num_classes if ARCHITECTURES[model.arch].data == "labelled" else None
+    """Return the number of classes of the configured model; None if it is no classifier."""
+    if ARCHITECTURES[model.arch].data == "labelled":
+        return model.num_classes
+    return None
 
 
 def build_network(
@@ -33,7 +35,7 @@ def build_network(
     attention: Literal["xla", "cudnn"] = "xla",
     layer_form: str = "scan",
 ) -> nn.Module:
-    """Build the Flax module of the configured model; by default one that is right on any device.
+    """Build the Flax module of the configured model. With the defaults it runs on any device.
 
     Args:
       model: Architecture, sizes and types.
@@ -95,7 +97,7 @@ def initialiser(network: nn.Module) -> InitFn:
 
     def init_fn(key: Array) -> PyTree:
         """Return a tree of parameters, drawn with the key."""
-        # Parameters do not depend on the tokens, so that one of any id suffices.
+        # Parameters do not depend on the tokens: a single token of any id suffices.
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     return init_fn

@@ -259,7 +259,7 @@ def _read_values(
     for tensor, where in stored.items():
         values = where.read()
         digest.update(f"{tensor.name} {where.kind} {where.shape}".encode())
-        digest.update(values.view(np.uint8).data)
+        digest.update(values.view(np.uint8).data)  # the bytes
         if where.kind == "F64":
             values = values.astype(np.float32)
         if not np.isfinite(values).all():
@@ -272,8 +272,9 @@ def _read_params(
 ) -> PyTree:
     """Read tensors and return them as a tree of float32 parameters; add their values to `digest`.
 
-    The tree has those leaves of the network's parameters that `stored` has tensors for. If it has a
-    tensor of one layer, it has those of all layers.
+    `stored` has the places of the tensors in files: of all layers of a leaf, or of none. The tree
+    has those leaves of the network's parameters that have tensors. Raises DataError if a value is
+    not finite.
     """
     shapes = _leaves(param_shapes(network))
     leaves: dict[tuple[str, ...], np.ndarray] = {}
@@ -289,8 +290,9 @@ def _read_frozen(
 ) -> PyTree:
     """Read tensors and return them as a tree of frozen weights; add their values to `digest`.
 
-    The tree has the layout of `as_held`, and `dtype` is a value of `model.base_dtype`. Each tensor
-    is converted before the next is read: the host has one at a time in the stored dtype.
+    The tree has the layout of `as_held`: a leaf below "layers" is a tuple of the layers' weights.
+    `dtype` is a value of `model.base_dtype`. Each tensor is converted before the next is read: the
+    host holds one at a time in the stored dtype. Raises DataError if a value is not finite.
     """
     leaves: dict[tuple[str, ...], Any] = {}
     # By the path of a leaf, the weights of all layers. `stored` has them in the layers' order.
@@ -326,9 +328,11 @@ def as_held(base: PyTree, dtype: str) -> PyTree:
 
 
 def _convert_frozen(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
-    """Convert one array of frozen weights, that of one layer or outside layers, as `as_held` says.
+    """Convert one array of frozen weights: that of one layer, or one outside the layers.
 
-    `path` is that of its leaf in the parameter tree. Returns an array or a `Quantised`.
+    `path` is that of its leaf in the parameter tree, and `dtype` a value of `model.base_dtype`. A
+    matrix of a layer becomes a `Quantised` if `dtype` is "int8" or "nf4"; other weights are then
+    bfloat16. With a float `dtype` all have that dtype.
     """
     if dtype not in QUANTISED:
         return weight.astype(dtype, copy=False)
@@ -403,7 +407,10 @@ def _load_adapter(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a checkpoint, also through a link, as the hub's cache has them."""
+    """Read a JSON object of a checkpoint, also through a link, as the hub's cache has them.
+
+    Raises DataError if the file is missing, too large or no JSON object.
+    """
     return read_json(path, DataError, max_bytes=_MAX_JSON_BYTES, links=True)
 
 
@@ -535,6 +542,7 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Pretrai
         if not is_address(name) and not is_on_hub(name, key=key):
             model, _ = _check_checkpoint(folder, needs_head=False)
             return model
+        # Of an address or a repository, only config.json was copied.
         network, names, config = _read_network(folder)
 
     # If config.json lists no class, the class that is supported here is assumed. The weights then
@@ -568,7 +576,7 @@ def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelS
         free.add("num_classes")
     sizes = {attribute for attribute, _ in names.sizes.values()}  # options of `model` set these
     faults = []
-    for attribute in names.attributes(loaded.config):
+    for attribute in names.attributes(loaded.config):  # those that config.json determines
         have = getattr(network, attribute)
         need = getattr(loaded.network, attribute)
         if attribute in free or have == need:
@@ -578,6 +586,7 @@ def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelS
             fault += f"; unset it: model.{attribute}=none"
         faults.append(fault)
 
+    # An adapter is compared if both have one: the run may add one, or train merged weights.
     own = getattr(network, "adapter", None)
     other = getattr(loaded.network, "adapter", None)
     if own and other and own != other:
@@ -789,7 +798,7 @@ def _arrays_by_name(params: PyTree, wanted: Iterable[Tensor]) -> dict[str, np.nd
 
     `params` is a tree of NumPy arrays. The result is contiguous, because a file stores no strides.
     """
-    leaves = _leaves(params)
+    leaves = _leaves(params)  # by path
     arrays = {}
     for tensor in wanted:
         arrays[tensor.name] = np.ascontiguousarray(tensor.view_in(leaves[tensor.path]))
@@ -797,7 +806,7 @@ def _arrays_by_name(params: PyTree, wanted: Iterable[Tensor]) -> dict[str, np.nd
 
 
 def _differing(network: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network's own values of those `attributes` that have another value in it.
+    """Compare a network with `attributes` (values by name); return its own values that differ.
 
     The attribute `pad_id` is not compared, because it follows the tokenizer.
     """
@@ -1043,11 +1052,11 @@ def _check_checkpoint(
 def _with_usual_names(
     stored: dict[str, _StoredTensor], names: WeightMap
 ) -> dict[str, _StoredTensor]:
-    """Return a checkpoint's tensors by the names of `names`, where its files have others.
+    """Return a checkpoint's tensors by the names that `names` has, where files have other names.
 
     The BERT that Google published calls the gains and biases of norms gamma and beta, not weight
-    and bias. A model that was saved without its head lacks the prefix of `names`. Raises DataError
-    if two tensors then have the same name.
+    and bias. In a model that was saved without its head, names lack the prefix `names.prefix`.
+    Raises DataError if two tensors then have the same name.
     """
     pairs = []
     for name, where in stored.items():

@@ -46,7 +46,8 @@ BASE = "base"
 # Keys and values [B, G, T, K] of each layer, for earlier positions of texts that grow by a token.
 PAST = "past"
 
-# Before jax 0.12 the function is named `compute_on2`.
+# Wraps a function so that the compiled program has it as a function, too, and calls it instead of
+# inlining it. Before jax 0.12 it is named `compute_on2`.
 _as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
@@ -74,6 +75,8 @@ def attend(
     blocks = []
     for start in range(0, L, block_length):
         end = min(start + block_length, L)  # no query of the block sees a key from here on
+        # The heads that share a key become one axis with the positions, so that the product with
+        # the keys is one matrix product.
         q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
         k_BGsK = k_BGLK[:, :, :end]
         v_BGsK = v_BGLK[:, :, :end]
@@ -89,7 +92,7 @@ def _attend_block(
 ) -> Array:
     """Return the attention output [B, G, q, K] of a block of queries.
 
-    The queries are those of the last l of the s positions, and of r = `num_shared` heads for each
+    The queries are those of the last l of the s positions, for the `num_shared` query heads of each
     key head. `starts_Bl` is the first position that each may see; None: position 0. The derivative
     is `_attend_block_jvp`.
     """
@@ -102,8 +105,10 @@ def _attend_block_and_sums(
 ) -> tuple[Array, Array]:
     """Return the attention output of a block of queries, and the logs of the softmax's sums.
 
-    The arguments and the output [B, G, q, K] are those of `_attend_block`. The second result is the
-    log of the sum of exp(score) over the keys that a query sees, float32 [B, G, q, 1].
+    The queries are those of the last l of the s positions, for the `num_shared` query heads of each
+    key head. `starts_Bl` is the first position that each may see; None: position 0. The output is
+    [B, G, q, K]. The second result is the log of the sum of exp(score) over the keys that a query
+    sees, float32 [B, G, q, 1].
     """
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, starts_Bl, num_shared), scores, -jnp.inf)
@@ -113,7 +118,8 @@ def _attend_block_and_sums(
     y = jnp.einsum(
         "bgqs,bgsk->bgqk", powers.astype(v_BGsK.dtype), v_BGsK, preferred_element_type=jnp.float32
     )
-    return (y / sums).astype(v_BGsK.dtype), largest + jnp.log(sums)
+    log_sums = largest + jnp.log(sums)  # `powers` lack the factor exp(largest)
+    return (y / sums).astype(v_BGsK.dtype), log_sums
 
 
 # studies/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
@@ -124,12 +130,14 @@ def _attend_block_and_sums(
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the attention output of a block of queries, and its tangent, both [B, G, q, K].
 
-    `primals` are the four arrays that `_attend_block` is given, and `tangents` their tangents.
-    For the backward pass JAX transposes the tangent.
+    `primals` are the queries, keys, values and first visible positions that `_attend_block` is
+    given, and `tangents` the tangents of these; positions are integers, and have none. For the
+    backward pass JAX transposes the computation of the tangent.
     """
     q, k, v, starts = primals
     dq, dk, dv, _ = tangents
     y, log_sums_BGq1 = _attend_block_and_sums(q, k, v, starts, num_shared)
+    # The backward pass has these, and recomputes the scores and weights, which are larger.
     y = kept(y)
     log_sums_BGq1 = kept(log_sums_BGq1)
     scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
@@ -137,8 +145,8 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))  # those of the softmax, [B, G, s, q]
     # Keys that a query does not see need no mask here: their weights are zero.
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
-    # The derivatives of the weights as if their sum were constant. The derivative of the sum enters
-    # below, in the term with y.
+    # The tangent of the weights as if the softmax's sum were constant. The sum's tangent enters in
+    # the term with y below.
     dweights = weights * dscores
     dy = (
         jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(y.dtype), v)
@@ -153,13 +161,15 @@ def _visible(
 ) -> np.ndarray | Array:
     """Return the mask of the keys that each query of a block may see: those before, and its own.
 
-    The arguments are those of `_attend_block`. The mask is [q, s]; with `starts_Bl` [B, 1, q, s].
+    The queries are those of the last l of the s positions, for `num_shared` heads. `starts_Bl` is
+    the first position that each may see; None: position 0. The mask is [q, s]; with `starts_Bl`
+    [B, 1, q, s].
     """
     num_queries = q_BGqK.shape[2] // num_shared
     num_keys = k_BGsK.shape[2]
     # The first query is at position `num_keys - num_queries`.
     causal = np.tri(num_queries, num_keys, num_keys - num_queries, bool)
-    causal = np.tile(causal, (num_shared, 1))
+    causal = np.tile(causal, (num_shared, 1))  # the same for each head: in q, heads come first
     if starts_Bl is None:
         return causal
     starts_B1q1 = jnp.tile(starts_Bl, (1, num_shared))[:, None, :, None]
@@ -183,7 +193,7 @@ def _fused(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None 
 def _fused_grads(
     q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array, dy_BLHK: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of queries, keys and values, given the cotangent of `_fused`."""
+    """Return the cotangents of queries, keys and values, given that of the result of `_fused`."""
     _, vjp = jax.vjp(functools.partial(_fused, starts_BL=starts_BL), q_BLHK, k_BLGK, v_BLGK)
     return vjp(dy_BLHK)
 
@@ -246,7 +256,8 @@ def _attend_cudnn(
 ) -> Array:
     """Compute causal grouped-query attention with cuDNN's kernel, which does not store the scores.
 
-    The arguments and the result [B, L, D] are those of `attend`.
+    Queries are already scaled. `starts_BL` [B or 1, L] is the first position to which each position
+    attends; None: position 0. The result [B, L, D] has the heads concatenated.
     """
 
     def call_kernel(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, starts_BL: Array | None) -> Array:
@@ -297,11 +308,11 @@ def attend_past(
 ) -> Float[Array, "B 1 D"]:
     """Compute grouped-query attention of one new position of each text, with heads concatenated.
 
-    `past` is a dict of "keys" and "values". The query, already scaled, sees the new key, and the
-    past keys where `is_seen_1T` is true. The softmax is float32; D is H K.
+    `past` has the earlier positions' "keys" and "values". The query, already scaled, sees the new
+    key, and the past keys where `is_seen_1T` is true. The softmax is float32; D is H K.
     """
     B, H, _, K = q_BHLK.shape
-    q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)
+    q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)  # by the key head that r query heads share
     # Scores and weights are [B, G, r, T + 1]: those of the new key come behind those of past keys.
     score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
     before = jnp.where(is_seen_1T, score(q_BGrK, past["keys"]), -jnp.inf)
@@ -322,7 +333,7 @@ def multiply_float32(
 ) -> Float[Array, "..."]:
     """Compute `einsum(subscripts, x, y)` with sums and results in float32.
 
-    Derivatives are multiplied in the dtype of the factors; JAX would use float32.
+    Derivatives are multiplied in the dtype of the factors; JAX would use float32, which is slower.
     """
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
@@ -361,7 +372,8 @@ def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         return jnp.sum(jnp.where(is_picked_BLV, dlogits_BLV, 0), axis=-1)
 
     logits_BLV, ids_BL = primals
-    dlogits_BLV, _ = tangents
+    dlogits_BLV, _ = tangents  # ids are integers, and have no tangent
+    # Chosen when the program is compiled for a device.
     dpicked_BL = lax.platform_dependent(dlogits_BLV, ids_BL, cpu=_look_up, default=sum_up)
     return pick(logits_BLV, ids_BL), dpicked_BL
 
@@ -398,8 +410,8 @@ def stacked(
     """
     return nn.scan(
         block,
-        variable_axes={"params": 0, BASE: 0, PAST: 0},
-        split_rngs={"params": True},
+        variable_axes={"params": 0, BASE: 0, PAST: 0},  # all have the axis N of layers first
+        split_rngs={"params": True},  # each layer draws its own parameters
         in_axes=in_axes,
         length=num_layers,
     )

@@ -151,7 +151,10 @@ def check_length(length: int, max_length: int) -> None:
 
 @functools.cache
 def param_shapes(network: nn.Module) -> PyTree:
-    """Return a model's parameter tree with `jax.ShapeDtypeStruct` for arrays."""
+    """Return a model's parameter tree with `jax.ShapeDtypeStruct` for arrays.
+
+    Nothing is computed. Raises ValueError if the model's sizes contradict one another.
+    """
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(jax.random.key, 0)  # a real key would make JAX start its devices
     return jax.eval_shape(network.init, key, tokens_BL)["params"]
@@ -175,13 +178,14 @@ def project(
       to_float32: Whether sums and result are float32, whatever `dtype` is.
     """
     multiply = functools.partial(_multiply, dtype=dtype, to_float32=to_float32)
+    # None: a matrix's gradient norms have no shorter way than each example's gradient.
     return _apply_layer(multiply, None, x_BLD, w_DF, tap_B)
 
 
 def apply_gain(
     x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Multiply every feature of the activations by its gain."""
+    """Multiply each feature of the activations by its gain, whose gradient `tap_B` measures."""
     return _apply_layer(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
@@ -190,14 +194,20 @@ def add_bias(
     bias: Float[Array, " D"] | Float[Array, "L D"],
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Add a vector, the same or one for each position, in float32; keep the dtype of `x_BLD`."""
+    """Add a vector, the same or one for each position, in float32; keep the dtype of `x_BLD`.
+
+    `tap_B` measures the gradient of the bias.
+    """
     return _apply_layer(_shift, _example_norms, x_BLD, bias, tap_B)
 
 
 def look_up(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Look up the row of the table for every token; an id past the end of the table gives NaN."""
+    """Look up the row of the table for every token; an id past the end of the table gives NaN.
+
+    `tap_B` measures the gradient of the table.
+    """
     return _apply_layer(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
@@ -223,9 +233,10 @@ def look_up_tied(
 
     Without `tap_B` the second result is None.
 
-    For an example's gradients e of the embedding and h of the head, |e + h|^2 is |e|^2 + |h|^2 +
-    2 e.h. The product needs the rows of h at the example's tokens only: `attend_tied` returns them
-    as the cotangent of `TiedTap.rows_BLD`, which is zero, and this function adds the product.
+    The table's gradient for an example is e + h: e as the embedding, h as the head. Its squared
+    norm is |e|^2 + |h|^2 + 2 e.h. The product e.h needs only those rows of h that belong to the
+    example's tokens. In the backward pass `attend_tied` adds |h|^2 to the tap, and passes these
+    rows back as the cotangent of `TiedTap.rows_BLD`. With them this function adds the rest.
     """
     if tap_B is None:
         return look_up(table_VD, tokens_BL), None
@@ -242,11 +253,12 @@ def attend_tied(
 ) -> Float[Array, "B L V"]:
     """Multiply the vector at every position by the transposed embedding table, in float32.
 
-    `tap` is the second result of `look_up_tied`.
+    `tap` is the second result of `look_up_tied`. The result is the logits.
     """
     if tap is None:
         return project(x_BLD, table_VD.T, dtype=dtype, to_float32=True)
     y_BLV = project(x_BLD, table_VD.T, tap.tap_B, dtype=dtype, to_float32=True)
+    # This returns the logits unchanged. In the backward pass it gives `tap.rows_BLD` a cotangent.
     return _with_rows(y_BLV, x_BLD, tap.tokens_BL, tap.rows_BLD)
 
 
@@ -268,8 +280,8 @@ def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
 def _with_rows_backward(residuals, dy_BLV):
     """Return the cotangents of the four arguments of `_with_rows`; ids have None."""
     x_BLD, tokens_BL = residuals
-    # The gradient of the row of the token at position m is a sum over all positions l of the
-    # token's logit's cotangent at l, times the vector at l. M and L are both the positions.
+    # The gradient of the row of the token at position m is a sum over all positions l: of the
+    # cotangent of this token's logit at l, times the vector at l. M and L are both the positions.
     dy_BLM = jnp.take_along_axis(dy_BLV, tokens_BL[:, None, :], axis=2)
     x32_BLD = x_BLD.astype(dy_BLM.dtype)
     rows_BMD = jnp.einsum("blm,bld->bmd", dy_BLM, x32_BLD, precision="highest")
@@ -480,7 +492,7 @@ class Linear(nn.Module):
         num_inputs = x_BLD.shape[-1]
         num_outputs = self.features
         shape = (num_inputs, num_outputs)
-        # The tap of the matrix is None if the matrix is frozen.
+        # The tap of the matrix is None if the matrix is frozen; it may then be a `Quantised`.
         w_DF, kernel_tap_B = _weight_and_tap(self, "kernel", _INIT, shape, tap_B)
         if is_quantised(w_DF):
             # The barrier makes the matrix wait for `x_BLD`. Without it XLA for GPUs dequantises the
@@ -539,6 +551,7 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalise in float32, apply gain and bias, and return [B, L, D] in `dtype`."""
+        # Not frozen: BERT, the model that has this layer, has no adapter.
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
@@ -557,7 +570,7 @@ class Embed(nn.Module):
     pad_id: int | None = None
 
     def setup(self) -> None:
-        """Create the table."""
+        """Create the table, or take the frozen one; each call brings its own tap."""
         shape = (self.vocab_size, self.width)
         self.embedding, _ = _weight_and_tap(self, "embedding", _INIT, shape)
 

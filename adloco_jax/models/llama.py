@@ -115,7 +115,8 @@ def rotary_frequencies(
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return frequencies
-    # The turns of each pair within this length. "linear" has the length 0, so that all are divided.
+    # The turns of each pair within the original length. For "linear" this length is 0: all pairs
+    # have too few turns, and are divided.
     turns = scaling.original_length * frequencies / (2 * np.pi)
     undivided = (turns - scaling.low) / (scaling.high - scaling.low)
     undivided = np.clip(undivided, 0, 1)  # 1: as it is, 0: divided by factor, else a mixture
@@ -135,7 +136,10 @@ def _rotary_tables(length: int, frequencies: np.ndarray) -> tuple[Array, Array]:
 
 
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-    """Rotate each pair of features (i, i + K/2) by the angle of its position."""
+    """Rotate each pair of features (i, i + K/2) by the angle of its position.
+
+    The cosines and signed sines are from `_rotary_tables`. The result has the dtype of `x_BHLK`.
+    """
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)  # exchange the two features of each pair
     rotated = x * cos_LK[None, None] + swapped * sin_LK[None, None]
@@ -218,7 +222,7 @@ class _Attention(nn.Module):
             y_BHLK = _rotate(x_BHLK, cos_LK, sin_LK)
             return y_BHLK if sizes.qk_norm else kept(y_BHLK)
 
-        # Rotate and scale the queries in one multiplication.
+        # Queries are rotated and scaled in one multiplication, by tables that are scaled.
         scale = (sizes.query_size or K) ** -0.5
         q_BHLK = heads("query", sizes.num_heads, norm=sizes.qk_norm)
         q_BHLK = rotated(q_BHLK, scale * cos_LK, scale * sin_LK)
@@ -228,7 +232,7 @@ class _Attention(nn.Module):
 
         attend: Any = ATTENTION[sizes.attention]
         new = None
-        if self.has_variable(PAST, "keys"):
+        if self.has_variable(PAST, "keys"):  # a text is generated
             new = {"keys": k_BGLK, "values": v_BGLK}
             past = {name: self.get_variable(PAST, name) for name in new}
             if past["keys"].size:  # it has earlier positions
@@ -254,6 +258,7 @@ class _MLP(nn.Module):
     def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
         """Return the output [B, L, D]."""
         width = self.sizes.mlp_width
+        # A constructor of the MLP's linear layers, which have an adapter if there is one for them.
         linear = functools.partial(self.sizes.linear("mlp"), use_bias=self.sizes.mlp_bias)
         gate_BLF = kept(linear(width, name="gate")(x_BLD, tap_B))
         up_BLF = kept(linear(width, name="up")(x_BLD, tap_B))
@@ -282,7 +287,7 @@ class _Block(nn.Module):
         kind: Array | None = None,
     ) -> tuple[Array, PyTree]:
         """Return the new activations, and the second result of `_Attention` (see the class)."""
-        if kind is not None:
+        if kind is not None:  # a scan gives each layer the arguments of all kinds
             stacks = (cos_LK, sin_LK, tap_B, seen)
             cos_LK, sin_LK, tap_B, seen = jax.tree.map(lambda stack: stack[kind], stacks)
         attention = _Attention(self.sizes, name="attention")
@@ -392,12 +397,12 @@ class Llama(nn.Module):
 
     def setup(self) -> None:
         """Check the sizes and create the submodules, whose names are those of the parameters."""
-        check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)
+        check_sizes(self, RULES if self.head_size is None else _HEAD_SIZE_RULES)  # or ValueError
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
 
-        # The backward pass recomputes activations, but those that `policy` keeps. XLA merges what
-        # inlined layers recompute with the original, unless that is prevented.
+        # The backward pass recomputes the activations that `policy` does not keep. XLA would merge
+        # what inlined layers recompute with the original, and so keep it, unless that is prevented.
         policy = None if self.remat else KEEP_NAMED  # None: only the layers' inputs are kept
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
@@ -546,9 +551,11 @@ class Llama(nn.Module):
     ) -> list[_LayerArguments]:
         """Return the arguments of a layer at positions 0 to `length` - 1, for each distinct kind.
 
-        `seen` is the first position to which each position attends, int32 [B or 1, L]: in the text
-        as `starts_BL` says, and within the kind's window. None: position 0. If one kind has a
-        window below `length`, no kind has None, because a scan stacks the kinds' arguments.
+        `starts_BL` is the first position to which each position may attend; None: position 0. The
+        `seen` of a kind is the same, or later where its window begins later: int32 [1 or B, L], or
+        None.
+        If one kind has a window below `length`, no kind has None, because a scan stacks the kinds'
+        arguments.
         """
         kinds = self._distinct_kinds
         if starts_BL is None and any((kind.window or length) < length for kind in kinds):
@@ -556,7 +563,8 @@ class Llama(nn.Module):
 
         arguments_of_kinds = []
         for kind in kinds:
-            # Rotary attention depends on distances alone: tables need no restart in a document.
+            # Attention depends only on differences of angles, so that the tables need no restart in
+            # each document.
             frequencies = rotary_frequencies(self.head_dim, kind.rope_theta, kind.rope_scaling)
             cos_LK, sin_LK = _rotary_tables(length, frequencies)
             seen = starts_BL
@@ -576,7 +584,7 @@ class Llama(nn.Module):
 
 
 def _variables(params: PyTree, base: PyTree | None) -> dict[str, PyTree]:
-    """Return the variables for `apply`, by collection: parameters, and frozen weights if any."""
+    """Return the variables for `model.apply`: parameters, and frozen weights (`base`) if any."""
     if base is None:
         return {"params": params}
     return {"params": params, BASE: base}
@@ -587,9 +595,9 @@ _MAX_LOGITS = 2**27
 
 
 def _num_parts(length: int, vocab_size: int) -> int:
-    """Return into how many parts a chunked loss divides a sequence: a power of two.
+    """Return into how many parts of its length a chunked loss divides a sequence: a power of two.
 
-    It is the least with which a part of `length / parts` positions has at most `_MAX_LOGITS`.
+    It is the least with which the logits of a part are at most `_MAX_LOGITS` numbers.
     """
     parts = 1
     while math.ceil(length / parts) * vocab_size > _MAX_LOGITS:
@@ -679,7 +687,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         """Return the loss of each sequence, float32 [B]."""
         variables = _variables(params, base)
         rows = as_row_batch(rows)
-        tokens = rows.tokens
+        tokens = rows.tokens  # [B, L + 1]
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"rows has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         # The only shift: the loss at position t is of token t + 1.
@@ -730,8 +738,8 @@ def generate(
 ) -> Int[Array, "B L"]:
     """Continue prompts, token by token, until all have ended.
 
-    One compiled program serves prompts whose lengths have the same next power of two, if those with
-    the new tokens have too.
+    The lengths of prompts and of texts are padded to powers of two, so that one compiled program
+    serves many lengths.
 
     Args:
       model: The model. Prompt and new tokens together must fit into its `max_length`.
@@ -753,7 +761,7 @@ def generate(
     batch, length = prompt_BL.shape
     stop = length + num_tokens
     check_length(stop, model.max_length)
-    # Shapes are padded, so that one program serves many lengths, which are data.
+    # T is a padded length. The true lengths are data, and compile no further program.
     text_BT = np.zeros((batch, _padded_length(stop)), np.int32)
     text_BT[:, :length] = prompt_BL
     text_BT = _continue(
@@ -861,12 +869,12 @@ def _continue(
         return (state.position < stop) & ~jnp.all(state.has_ended_B)
 
     # Read the prompts. Keys and values of the padding are never seen: they are overwritten before
-    # texts reach their positions. The last token of the prompts is read again, in the first
-    # `add_token`, for the logits of the next.
-    # With arrays of size 0, `Llama.extend` reads prompts; only their first axis, N, is used.
+    # texts reach their positions. The last token of the prompts is read again in the first
+    # `add_token`, which needs its logits.
+    # Arrays of size 0 tell `Llama.extend` to read prompts. Only their first axis, N, is used.
     empty = jnp.zeros((model.num_layers, 0, 0))
     _, past = extend(text_BT[:, :num_read], 0, {"keys": empty, "values": empty})
-    num_new_positions = text_BT.shape[1] - num_read
+    num_new_positions = text_BT.shape[1] - num_read  # room for keys and values of new tokens
     padding = [(0, 0), (0, 0), (0, 0), (0, num_new_positions), (0, 0)]  # [N, B, G, T, K]
     past = jax.tree.map(lambda x: jnp.pad(x, padding), past)
 

@@ -46,8 +46,8 @@ class Quantised(struct.PyTreeNode):
 def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantised:
     """Return a float matrix in codes and scales.
 
-    64 numbers of a column share a scale, or the largest power of two below 64 that divides D. For
-    "nf4", codes and scales are those of bitsandbytes, except for rounding.
+    64 numbers of a column share a scale. If 64 does not divide D, it is the largest power of two
+    that does. For "nf4", codes and scales are those of bitsandbytes, except for rounding.
     """
     import qwix  # only here, because its import takes seconds
 
@@ -59,7 +59,8 @@ def quantise(w_DF: Float[Array, "D F"], kind: Literal["int8", "nf4"]) -> Quantis
     )
     codes = quantised.qvalue
     if kind == "nf4":
-        # Pack the codes of two neighbouring outputs into a byte; an odd last one gets a zero.
+        # Pack the codes of two neighbouring outputs into a byte. If their number is odd, the last
+        # one gets a zero beside it.
         padded = jnp.pad(codes, ((0, 0), (0, num_outputs % 2)))
         pairs = padded.reshape(num_inputs, -1, 2)
         codes = jax.lax.bitcast_convert_type(pairs, jnp.uint8)

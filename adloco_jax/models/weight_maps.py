@@ -73,14 +73,14 @@ class WeightMap:
     prefix: str = ""
 
     def attributes(self, content: dict) -> dict[str, Any]:
-        """Return the keywords with which `model` is built as a file config.json describes it.
+        """Return the keywords with which to build the `model` that a config.json describes.
 
         Raises Unusable for the first key that describes a model which is not supported.
         """
         return self.attributes_of_normalised(self.normalise(content))
 
     def attributes_of_normalised(self, content: dict) -> dict[str, Any]:
-        """Return the keywords with which `model` is built, of a content that is normalised already.
+        """Return the keywords with which to build `model`; `content` is a result of `normalise`.
 
         Raises Unusable for the first key that describes a model which is not supported.
         """
@@ -89,7 +89,7 @@ class WeightMap:
         sizes: dict[str, Any] = {}
         for key, (attribute, default) in self.sizes.items():
             value = content.get(key, default)
-            sizes[attribute] = _positive(key, value, types[attribute])
+            sizes[attribute] = _positive(key, value, types[attribute])  # or Unusable
         _require(content, self.fixed)
         return sizes | self.features(content, sizes)
 
