@@ -765,8 +765,10 @@ class Config(SettingsGroup):
         outer = self.outer
         workers = self.ensemble
         source = tables["DATA_SOURCES"][self.data.source]
+        has_columns = "text_column" in source.needs  # `needs`: the options that the source uses
         architecture = tables["ARCHITECTURES"][self.model.arch]
-        is_labelled = architecture.data == "labelled"
+        is_labelled = architecture.data == "labelled"  # whether each row has a class
+        # Whether the batch-size test measures gradients; others are schedules.
         is_measured = tables["BATCH_TESTS"][self.batching.test].needs != "nothing"
         # Whether workers may join after the start: at a set time, or as gradient noise grows.
         joins = workers.spawn_frac or (is_measured and "workers" in self.batching.growth)
@@ -790,7 +792,7 @@ class Config(SettingsGroup):
             yield "model.arch eval.sample_tokens", "a classifier writes no text; set tokens to 0"
         if self.eval.sample_tokens >= self.model.max_length:
             yield "eval.sample_tokens model.max_length", "no room is left for a text; lower it"
-        if is_labelled and "text_column" not in source.needs:
+        if is_labelled and not has_columns:
             yield "model.arch data.source", "rows need labels; set the second to jsonl, parquet, hf"
         if self.data.separates_documents and not architecture.separates_documents:
             key = "text_column" if self.data.is_chat else "attention"

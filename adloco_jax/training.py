@@ -125,7 +125,7 @@ def train(
     settings = validate(config)
     if settings.engine.starts_learner:  # which needs the accelerator, so that this process must not
         processes.leave_accelerator()
-    use_compilation_cache()
+    use_compilation_cache()  # programs that are compiled stay on disk for later processes
 
     def put_together() -> Run:
         """Complete the settings and make the run; an error in one process is raised in all."""

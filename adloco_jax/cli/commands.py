@@ -69,7 +69,7 @@ def join(options: argparse.Namespace, command: str) -> None:
     add_entries(options.config)  # table entries that the run names, such as an optimizer
     own = {}  # this machine's values of settings that name files
     for key in joining.OWN:
-        value = vars(options)[f"config.{key}"]
+        value = vars(options)[f"config.{key}"]  # the option's name has a dot, so no attribute
         if value is not None:
             own[key] = value
     joining.join(
@@ -143,8 +143,10 @@ def generate(options: argparse.Namespace, command: str) -> None:
     if options.chat is not None and writer.tokenizer.render is None:
         raise ConfigError(f"--chat: the tokenizer of {folder} has no chat template; use --prompt")
     num_samples = options.samples
-    if num_samples is None:
-        num_samples = 3 if options.chat is None else 1
+    if num_samples is None and options.chat is None:
+        num_samples = 3  # continuations differ much, so that one says little
+    elif num_samples is None:
+        num_samples = 1  # the chat goes on with one answer
     if min(options.tokens, num_samples) < 1 or options.temperature < 0:
         raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
 

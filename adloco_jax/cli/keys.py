@@ -57,8 +57,8 @@ def describe(key: str) -> str:
 def allowed(key: str) -> str:
     """Describe in words the values that a key of the config may have, and its default."""
     group, _, name = key.rpartition(".")
-    schema = _schema()  # of the whole config
-    if group:
+    schema = _schema()  # the JSON schema of the whole config
+    if group:  # the schemas of groups are in it, by the names of their classes
         schema = schema["$defs"][GROUPS[group].__name__]
     default = default_of(key)
     if key in FOUND:  # a key whose default is looked for in the data or the checkpoint

@@ -81,7 +81,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**argparse_options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words; raise ConfigError with a line for each that is unknown."""
+        """Parse words; return the options, and no unknown words.
+
+        argparse calls this for the whole command line, and then for the words after the command.
+        Raises ConfigError with a line for each word that is unknown.
+        """
         self.words = args
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -99,7 +103,8 @@ class Parser(argparse.ArgumentParser):
         if self.takes_keys and name.startswith("--config."):
             return unknown_key_fault(name.removeprefix("--config."))
         known = self._option_string_actions  # by its name, each option of this command
-        # Probably a key of a config without its group; several groups may have such a key.
+        # Probably a key of a config without its group. `namesakes` lists the keys of all groups
+        # with such a name, perhaps none.
         keys = namesakes(name.lstrip("-").replace("-", "_"))
         nearest = [f"--config.{key}" for key in keys if f"--config.{key}" in known]
         if not nearest:
@@ -349,10 +354,10 @@ def _export(parser: Parser) -> None:
         choices=("float32", "bfloat16"),
         help="of the written weights; default: that of init_from, or else float32",
     )
-    size = _matching(r"[1-9]\d*[KMGT]B", "500MB")
+    size_of_file = _matching(r"[1-9]\d*[KMGT]B", "500MB")
     add(
         "--shard-size",
-        type=size,
+        type=size_of_file,
         default="5GB",
         metavar="SIZE",
         help="of the largest file; default: 5GB",

@@ -21,8 +21,9 @@ from adloco_jax.settings import OPTIONS, Config, Settings
 def configure(options: argparse.Namespace) -> tuple[Path, Config]:
     """Load a config file, or a named run's recorded config, and set the keys of the command line.
 
-    A config file beside a run only adds entries to tables. Returns the file or the run's folder,
-    and the validated config. For a named run, `options.workdir` becomes its folder.
+    A config file that is named beside a run only adds entries to tables, such as an optimizer.
+    Returns the path of the file or of the run's folder, and the validated config. For a named run,
+    `options.workdir` becomes its folder.
 
     Raises:
       ConfigError: If the file or the resulting config has faults, of which the message lists all;
@@ -36,7 +37,7 @@ def configure(options: argparse.Namespace) -> tuple[Path, Config]:
     else:
         path, config = _load(options.name or options.config, options.size)
     for key in OPTIONS:
-        text = vars(options)[f"config.{key}"]
+        text = vars(options)[f"config.{key}"]  # the option's name has a dot, so no attribute
         if text is not None:
             override(config, key, text)
     return path, validate(config)
@@ -106,7 +107,7 @@ def train(options: argparse.Namespace, command: str) -> None:
 
     accept_config_change = options.accept_config_change
     # `completed` finds what the config leaves unset, such as sizes of a checkpoint. What fails in
-    # one process is raised in all by `run_on_all`, so that none waits for ever.
+    # one process is raised in all by `run_on_all`, so that none waits forever.
     with processes.only_first_prints():
         settings = processes.run_on_all(lambda: completed(settings, folder, note=print))
     # Lines on damaged checkpoints of a finished run; None if the run is not finished. All processes
@@ -217,8 +218,8 @@ def _connect(options: argparse.Namespace, *, needs_folder: bool) -> None:
     """Connect the processes of a run, if the command line names several; then check the devices.
 
     `needs_folder`: several processes must be given the run's folder, which each would else name by
-    its own clock. Raises ConfigError if this folder or a part of the address is missing, or JAX
-    cannot use the devices, and ResourceError if the processes cannot be connected.
+    its own clock. Raises ConfigError if this folder is missing, a part of the address is missing or
+    wrong, or JAX cannot use the devices; ResourceError if the processes cannot be connected.
     """
     address = (options.coordinator, options.num_processes, options.process_id)
     if options.distributed or any(value is not None for value in address):

@@ -76,7 +76,7 @@ def complete(writer: Writer, text: str, *, num_samples: int) -> None:
         prompt = [tokenizer.eot_id]
         num_hidden = 1
     samples = _continued(writer, prompt, num_samples, writer.ends, option="--prompt")
-    _print_texts([tokenizer.decode(ids[num_hidden:]) for ids in samples])
+    _print_texts([tokenizer.decode(sample[num_hidden:]) for sample in samples])
 
 
 def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
@@ -96,7 +96,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
         (ids,) = tokenizer.encode_batch([chat_text])
         prompt = list(ids) or [tokenizer.eot_id]  # a model needs a token to begin with
         samples = _continued(writer, prompt, num_samples, ends, option="--chat")
-        answers = [tokenizer.decode(ids[len(prompt) :]) for ids in samples]
+        answers = [tokenizer.decode(sample[len(prompt) :]) for sample in samples]
         _print_texts(answers)
         turns.append({"role": "assistant", "content": answers[-1]})
 
@@ -131,7 +131,7 @@ def _continued(
             f"{option}: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
         )
     num_ids = writer.tokenizer.vocab_size
-    if max(*prompt, num_ids - 1) >= network.vocab_size:
+    if max(*prompt, num_ids - 1) >= network.vocab_size:  # the model cannot read larger ids
         raise ConfigError(
             f"{writer.folder}: the tokenizer has {num_ids} ids, the model {network.vocab_size}"
         )

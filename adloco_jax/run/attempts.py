@@ -120,7 +120,8 @@ def begin(
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, saved_control, progress))
 
     # What runs the rounds: programs, and an engine that calls them. `begin_control` finds the
-    # largest micro-batch that fits the memory, by compiling programs for it.
+    # largest micro-batch that fits the memory, by compiling programs for it. `on_compile` shows
+    # and records what is compiled.
     control, programs = begin_control(
         run,
         content,
@@ -135,8 +136,8 @@ def begin(
     engine.control_before = control  # what `after_failure` reads, if the first round fails
 
     # The recorder, and what it writes before the first round.
-    # The peak is not known of learners, which may be of any kind, nor of the model of a caller of
-    # `fit`.
+    # Tokens per second at the peak of the devices. They are not known of learners, which may be of
+    # any kind, nor of the model of a caller of `fit`.
     peak_tokens_per_s = math.nan
     if settings.engine.kind == "local" and not run.by_fit:
         peak_tokens_per_s = most_tokens_per_s(programs.spec)
@@ -189,6 +190,7 @@ def begin(
     )
     stack.callback(saver.close)
     evaluator = observers.Evaluator(recorder, run.model.num_classes, run.unit, sample)
+    # `host_record` makes what a checkpoint has beside the arrays.
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: host_record(run, recorder.record(), state)
     )
@@ -321,7 +323,7 @@ def _open_ledger(
         made_by="fit" if run.by_fit else "train",
     )
     path = run.workdir / "ledger.jsonl"
-    cut(path, control)
+    cut(path, control)  # removes the lines on rounds that are run again
     ledger = stack.enter_context(Ledger(path))
 
     def drop(name: str, at_round: int, cause: str) -> None:
@@ -329,8 +331,9 @@ def _open_ledger(
         ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
         progress.note(f"log.{name} is off from here on: {cause}")
 
+    # `read(path)`: the lines so far, which trackers get again.
     trackers = Trackers(run.settings.log, run.workdir, read(path), drop)
-    ledger.listeners.append(trackers)
+    ledger.listeners.append(trackers)  # is called with each new line
     stack.callback(trackers.close)
     return ledger
 

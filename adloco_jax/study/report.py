@@ -160,7 +160,7 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
         text = dict(summary.totals_as_text(summary.totals(run.events)))
         rounds = counted(_num_rounds(run), "round")
         lead = f"{rounds}, {_state(run)}. Held-out loss: {text['held-out loss']}."
-        screen += run_figures.life(run)
+        screen += run_figures.life(run)  # the figure of its trainers over rounds
         parts = _parts_of(run)
         num_curves = 0  # no row of a table belongs to a curve
     else:

@@ -34,11 +34,12 @@ def life(run: RunRecord) -> str:
     order = _lanes([*by_trainer], merged)
     # By trainer, how far the middle of its lane is from the top, 0 to 1.
     middles = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
-    lane_px = max(9, min(32, 320 // len(order)))  # all lanes fit 320 pixels, if they can be read
+    # A lane is at most 32 pixels high; less if all would not fit 320, but at least 9 to be seen.
+    lane_px = max(9, min(32, 320 // len(order)))
     numbers = [e["round"] for e in rounds]
     x = _across([min(numbers) - 1, *numbers])  # a round is drawn from the end of the one before
     looks = loss.trainer_looks(run)  # by trainer: the CSS class of its colour, and its label
-    most = max(1, *map(_batch, rounds))  # 1 if no worker ever counted
+    most = max(1, *map(_batch, rounds))  # the largest batch; 1 if no worker ever counted
     body = ""
     for trainer, lines in by_trainer.items():
         color, _ = looks[trainer]
@@ -205,7 +206,7 @@ def rounds(run: RunRecord) -> str:
     drawn = ""
     by_trainer = curves.by_trainer(curves.lines(run.events, "round"))
     for label, (base, fields) in _PANELS.items():
-        lines = []
+        lines = []  # a curve for each field and trainer
         all_x = []
         all_y = []
         for name, dashes in fields.items():
@@ -213,12 +214,13 @@ def rounds(run: RunRecord) -> str:
                 values = []  # of the field, a value for each round
                 for e in events:
                     value = e.get(name)
-                    if name == "effective":
+                    if name == "effective":  # no field: the batch that the updates used
                         value = _sequences(e)
                     if value is None or value <= 0:  # what a logarithmic axis cannot show
                         value = math.nan  # drawn as a gap
                     values.append(value)
-                x, y = steps([e["round"] for e in events], values)  # level within a round
+                # The curve is level within a round.
+                x, y = steps([e["round"] for e in events], values)
                 color, trainer_label = looks[trainer]
                 if dashes:
                     trainer_label = ""  # the curve of the panel's first field has it
@@ -227,8 +229,8 @@ def rounds(run: RunRecord) -> str:
                 all_x += x
                 all_y += y
         if any(map(math.isfinite, all_y)):  # else the run has no such value
-            up = chart.axis(label, all_y, base=base)
-            drawn += chart.chart(_across(all_x), up, lines, title=label).html()
+            y_axis = chart.axis(label, all_y, base=base)
+            drawn += chart.chart(_across(all_x), y_axis, lines, title=label).html()
     test = run.start["config"]["batching"]["test"]
     text = (
         "The batch that a trainer requested (solid) and that its updates used (dashed); a device"

@@ -41,17 +41,17 @@ def site_lines(
     sites: int,
     tokens_per_s: float | None = None,
 ) -> list[str]:
-    """Describe a round at sites with equal links, and each method's seconds to the front's loss.
+    """Describe a round at sites with equal links, and say which method reaches a loss first.
 
-    The front's loss is the one until which each method of `FRONT` was measured. Of a model far
-    larger than the measured one no method is named.
+    The methods are those of `FRONT`, and the loss the one until which they were measured. For a
+    model far larger than the measured one no method is named.
 
     Args:
-      settings: Of the run.
-      spec: Of the run, on these devices.
+      settings: The run's settings.
+      spec: What the run's programs share on these devices, with the bytes of a synchronisation.
       link: Rate of each direction, such as "10Mbit/s".
       sites: Number of machines.
-      tokens_per_s: Of each machine; None: as measured here.
+      tokens_per_s: Speed of each machine; None: as measured here.
 
     Returns:
       Two lines of text: the round's seconds, and the advice.
@@ -101,11 +101,11 @@ def _advice(spec: ProgramSpec, *, update_s: float, sent_s: float, sites: int, ra
     parallelism averages over a ring of all sites, the other methods through the bucket.
 
     Args:
-      spec: Of the run.
+      spec: What the run's programs share, with the bytes of its parameters.
       update_s: Seconds of one worker's update.
       sent_s: Seconds to send all parameters once over a link, in the run's precision.
       sites: Number of machines.
-      rate: Of a link, in bytes/s.
+      rate: Rate of a link in each direction, in bytes/s.
     """
     seconds = {}  # by method
     for name, (num_updates, num_syncs) in FRONT.items():

@@ -154,6 +154,7 @@ def recorded(workdir: Path) -> Recorded | None:
         if content.get("format") != checkpoint.FORMAT:
             version = "a run of another version of adloco_jax; use that version"
             raise CheckpointError(f"{path}: {version}")
+        # Raises Damaged for a field that is missing or of a wrong type.
         return formats.checked(content, Recorded, "record", Damaged)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
@@ -216,7 +217,7 @@ def _resumable_record(workdir: Path) -> Recorded:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     known = tables()
     faults = []
-    for key, entry in ENTRIES.items():
+    for key, entry in ENTRIES.items():  # each option that names an entry, and of which table
         name = attrgetter(key)(before.config)
         if name not in known[entry.table]:
             faults.append(

@@ -57,9 +57,11 @@ class CheckpointContent(NamedTuple):
 def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> CheckpointContent:
     """Read a run's state from the folder of a verified checkpoint.
 
-    `ensemble` are the run's settings of trainers and workers. Raises Damaged if a file cannot be
-    read or `host.json` does not fit these settings, ConfigError if the arrays do not fit `spec`.
+    `ensemble` are the run's settings of trainers and workers, and `spec` has the shapes of its
+    parameters and states. Raises Damaged if a file cannot be read or `host.json` does not fit these
+    settings, ConfigError if the arrays do not fit `spec`.
     """
+    # `checked` raises Damaged for a field that is missing or of a wrong type.
     host = checked(checkpoint.read_host(path), HostRecord, f"{path}: host", Damaged)
     control = read_control(path, host.control, ensemble)
     # Of each array to be read: shape, dtype, and how it is divided among the devices.
@@ -68,10 +70,11 @@ def read_state(path: Path, ensemble: EnsembleSettings, spec: ProgramSpec) -> Che
 
 
 def read_control(path: Path, data: Any, ensemble: EnsembleSettings) -> Control:
-    """Make `Control`, the host's data about trainers, from the `control` of `host.json`.
+    """Make `Control`, the host's data about trainers, from `data`: the `control` of `host.json`.
 
-    Raises Damaged if it has more trainers or workers than the settings, a trainer without workers
-    or a worker without a trainer, or another round than the checkpoint at `path`.
+    Raises Damaged if a field is missing or of a wrong type; if it has more trainers or workers than
+    the settings `ensemble`, a trainer without workers or a worker of two trainers; or another round
+    than the checkpoint, whose folder is `path`.
     """
     control = checked(data, Control, f"{path}: host.control", Damaged)
     sizes = control.sizes  # workers of each trainer

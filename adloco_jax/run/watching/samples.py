@@ -52,7 +52,7 @@ def sampler(run: Run) -> Callable[[PyTree, PyTree], tuple[str, str]] | None:
     tokenizer = corpus.tokenizer
     rows = as_row_batch(run.heldout.report_rows)
     row = rows.tokens[0]
-    prompt_end = length // 2  # position in the row
+    prompt_end = length // 2  # position in the row: the first half of it is the prompt
     stops = []  # ids at which the model ends what it writes; none: it writes all `count` tokens
     if rows.weights is not None:  # chats: tokens of answers alone have a weight
         answers = np.flatnonzero(rows.weights[0])

@@ -221,14 +221,15 @@ def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) 
     large as their noise pays for. `line` is the trainer's `round` line of the ledger, `decision`
     what the trainer requests next. No lines if nothing changes.
     """
-    requested = f"the test asks for {decision.test_value or 0.0:.1f}"  # unused without a value
+    # A schedule has no value of a test; its reason below does not use these words.
+    requested = f"the test asks for {decision.test_value or 0.0:.1f}"
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
     elif decision.size.batch_size >= batching.batch_cap:
         limit = "batching.batch_cap"
     else:
         limit = "batching.max_growth"
-    reasons = {  # by `decision.reason`; for others the test's request is reason enough
+    reasons = {  # in words, by `decision.reason`; for other reasons the test's request is enough
         "capped": f"{requested}, limited by {limit}",
         "no_signal": "no signal above the noise yet, so one step of growth",
         "held": "no signal above the noise, limited by batching.max_blind_growth",
