@@ -3,7 +3,8 @@
 A file is read in pieces, objects `files/ROOT/NUMBER` in a `Store`; NUMBER counts from 0. The object
 `files/ROOT/hashes` has the SHA-256 of each piece, 32 bytes each. ROOT, which the run's description
 names, is the SHA-256 of these in hexadecimal digits. Pieces are kept in the user's cache, so that a
-transfer goes on where it was cut. A file has a kind, `ROWS` or `WEIGHTS`.
+transfer goes on where it was cut. A file has a kind, `ROWS` or `WEIGHTS`. Prepared rows are a
+folder: arrays of tokens in files that are mapped into memory, and a manifest that describes them.
 """
 
 import concurrent.futures
@@ -33,8 +34,8 @@ from adloco_jax.row_batch import RowBatch
 from adloco_jax.settings import Settings
 
 FILE_PIECE_BYTES = 2**20  # of a served file; each piece is an object and has a hash
-_AT_ONCE = 4  # pieces that are asked for
-_HASHES = "hashes"  # the part of a name for the object with all hashes
+_AT_ONCE = 4  # pieces that are asked for at the same time
+_HASHES = "hashes"  # the last part of the name of the object with all hashes
 _HASH_BYTES = 32  # of a SHA-256
 _ALMOST_AT_ONCE_S = 1.0  # a transfer that takes no longer is not told
 _FOLDER_CHARACTERS = 32  # of the hash that names a folder of the cache
@@ -54,15 +55,14 @@ def _num_pieces(file: ServedFile) -> int:
 def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
     """Return the paths of files that the driver can serve, by kind and name.
 
-    They are the folder of prepared rows, if `corpus` was read from one, and the files of frozen
-    weights, if `init_from` (`model.init_from`) names a folder.
+    They are the files of prepared rows, if `corpus` was read from a folder of these, and the files
+    of frozen weights, if `init_from` (`model.init_from`) names a folder.
     """
     found: dict[tuple[str, str], Path] = {}
-    # Rows are served if they are a file that is mapped into memory, as prepared ones are. Those
-    # that a caller of `fit` gave may be of another class.
+    # Of rows that a caller of `fit` gave, which are of another class, no file is known.
     rows = corpus.rows if isinstance(corpus, Corpus) else None
     tokens = rows.tokens if isinstance(rows, DocumentRows) else rows
-    if isinstance(tokens, np.memmap) and tokens.filename is not None:
+    if isinstance(tokens, np.memmap) and tokens.filename is not None:  # prepared rows
         folder = Path(tokens.filename).parent
         # All names that prepared rows can have; those of this folder are served.
         arrays = prepared.array_names(is_packed=True, is_chat=True)
@@ -77,28 +77,29 @@ def files_of(corpus: Rows, init_from: str) -> dict[tuple[str, str], Path]:
 
 
 class Library:
-    """The files of a driver, and their pieces by name."""
+    """The files that a driver serves, and their pieces by name."""
 
     def __init__(self, paths: Mapping[tuple[str, str], Path]):
         """Read the files once, to hash them.
 
         `paths` has their paths by kind and name, as `files_of` returns them.
         """
-        self.files: list[ServedFile] = []
+        self.files: list[ServedFile] = []  # for the run's description
         self._paths: dict[str, tuple[Path, bytes]] = {}  # by root: the path, and all hashes
         self._sizes: dict[str, int] = {}  # by root, when the file was hashed
         for (kind, name), path in paths.items():
             hashes = b"".join(hashlib.sha256(piece).digest() for piece in _pieces(path))
-            root = hashlib.sha256(hashes).hexdigest()
+            root = hashlib.sha256(hashes).hexdigest()  # the file is known by this
             size = path.stat().st_size
             self.files.append(ServedFile(kind=kind, name=name, size=size, root=root))
             self._paths[root] = path, hashes
             self._sizes[root] = size
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of the object `files/ROOT/PART`, and its bytes; None if there is none.
+        """Return the size of the object `files/ROOT/PART`, and an iterator that yields its bytes.
 
-        PART is the number of a piece, or "hashes". A piece is read when its bytes are asked for.
+        PART is the number of a piece, or "hashes". A piece is read from the file only when the
+        iterator is used. None: there is no such object.
         """
         _, root, part = name.split("/")
         if root not in self._paths:
@@ -108,22 +109,24 @@ class Library:
             return len(hashes), iter([hashes])
         start = int(part) * FILE_PIECE_BYTES
         size = min(FILE_PIECE_BYTES, self._sizes[root] - start)
-        if size <= 0:
+        if size <= 0:  # the file has fewer pieces
             return None
         return size, _part_of(path, start, size)
 
     def write_to(self, there: Store) -> None:
-        """Write the pieces of each file, and then their hashes, to a store that lacks these.
+        """Write the pieces of each file, and then its hashes, unless the store has them already.
 
-        Raises ResourceError or ConfigError if the store cannot be read or written.
+        Raises ResourceError if the store cannot be reached, ConfigError if it may not be read or
+        written, and Refused if the hashes there are damaged.
         """
         for file in self.files:
-            last = f"files/{file.root}/{_HASHES}"
-            if there.get(last, limit=_HASH_BYTES * _num_pieces(file)) is not None:
-                continue  # written last, so the pieces are there
+            hashes_name = f"files/{file.root}/{_HASHES}"
+            # The hashes are written last: if they are there, so are the pieces.
+            if there.get(hashes_name, limit=_HASH_BYTES * _num_pieces(file)) is not None:
+                continue
             say(f"{there.url}: writing {file.name}, {in_bytes(file.size)}, for learners")
             names = [f"files/{file.root}/{number}" for number in range(_num_pieces(file))]
-            for name in [*names, last]:
+            for name in [*names, hashes_name]:
                 stored = self.get(name)
                 assert stored is not None, "the library has all pieces of its files"
                 _, piece = stored
@@ -141,9 +144,10 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _part_of(path: Path, start: int, size: int) -> Iterator[bytes]:
-    """Yield `size` bytes of a file from `start` on, read when they are asked for.
+    """Yield `size` bytes of a file from `start` on; they are read when the iterator is used.
 
-    Zeros stand for what a file has lost since it was hashed; a learner refuses them by the hash.
+    If the file has become shorter since it was hashed, zeros stand for what is missing, and a
+    learner refuses the piece because its hash differs.
     """
     with open(path, "rb") as file:
         file.seek(start)
@@ -161,12 +165,12 @@ class CachedFile:
         """Read the hashes of a file's pieces, and check the pieces that are in the cache already.
 
         Raises Refused if the hashes are missing, or are not those that the run's description names;
-        ResourceError if the driver cannot be reached.
+        ResourceError if the driver cannot be reached; OSError if the cache cannot be written.
 
         Args:
           there: The store in which the driver serves the file.
           about: The file's description.
-          folder: The folder in the cache, in which the file has its size from the beginning.
+          folder: The folder in the cache where the file is, in its full size from the beginning.
         """
         self.about = about
         self.path = folder / about.name
@@ -194,14 +198,15 @@ class CachedFile:
                 self._has[number] = self._is_right(int(number), file.read(FILE_PIECE_BYTES))
 
     def _is_right(self, number: int, piece: bytes) -> bool:
-        """Whether a piece has the hash that the driver names for its number."""
+        """Whether a piece has the hash that belongs to its number."""
         return hashlib.sha256(piece).digest() == self._hashes[number]
 
     def read(self, numbers: Iterable[int] | None = None) -> None:
-        """Read from the driver the pieces that are not in the cache yet.
+        """Read the pieces that are not in the cache yet from the driver, and write them there.
 
-        `numbers` are those that are needed; None: all of the file. Raises Refused if one is missing
-        or damaged; ResourceError if the cache cannot be written, or the driver cannot be reached.
+        `numbers` are those that are needed; None: all of the file. Raises Refused if a piece is
+        missing or damaged at the driver; ResourceError if the cache cannot be written, or the
+        driver cannot be reached.
         """
         wanted = numbers
         if wanted is None:
@@ -209,10 +214,10 @@ class CachedFile:
         missing = [number for number in wanted if not self._has[number]]
         if not missing:
             return
-        total = min(len(missing) * FILE_PIECE_BYTES, self.about.size)
+        total = min(len(missing) * FILE_PIECE_BYTES, self.about.size)  # the last one is shorter
         progress = _Progress(self.about.name, total)
         with (
-            write_errors(self.path),
+            write_errors(self.path),  # an OSError becomes a ResourceError
             concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
             open(self.path, "r+b") as file,
             open(self._kept, "r+b") as kept,
@@ -223,16 +228,19 @@ class CachedFile:
                 for number, piece in zip(missing, pieces, strict=True):
                     file.seek(number * FILE_PIECE_BYTES)
                     file.write(piece)
-                    file.flush()
+                    file.flush()  # a piece is marked as there only after it has been written
                     kept.seek(number)
                     kept.write(b"\1")
                     self._has[number] = True
                     progress.add(len(piece))
-            finally:  # a full disk must not wait for the rest, which memory would hold
+            finally:  # after an error, as on a full disk, the rest must not be read into memory
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, number: int) -> bytes:
-        """Read a piece from the driver; raise Refused if it is missing or damaged."""
+        """Read a piece from the driver, and return it.
+
+        Raises Refused if it is missing or damaged, ResourceError if the driver cannot be reached.
+        """
         name = f"files/{self.about.root}/{number}"
         piece = self._there.get(name, limit=FILE_PIECE_BYTES)
         if piece is None or not self._is_right(number, piece):
@@ -244,7 +252,7 @@ class _Progress:
     """Shows how much of a file has come: a bar in a terminal, else a line now and then."""
 
     def __init__(self, name: str, total: int):
-        """Begin with nothing of `total` bytes."""
+        """Show the bar of the file `name`, of which `total` bytes are to come."""
         self._name = name
         self._total = total
         self._done = 0  # bytes that have come
@@ -260,18 +268,19 @@ class _Progress:
         )
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have come."""
+        """Count bytes that have come; without a bar, print a line if the last one is long ago."""
         self._bar.update(num_bytes)
         self._done += num_bytes
         now_s = time.monotonic()
         if self._bar.disable and now_s > self._told_s + TELL_S:
             self._told_s = now_s
+            # At the rate at which the bytes up to now have come.
             left_s = (self._total - self._done) * (now_s - self._start_s) / self._done
             done, total = in_bytes(self._done), in_bytes(self._total)
             say(f"{self._name}: {done} of {total} have come, {left_s:.0f} s left")
 
     def close(self) -> None:
-        """End the bar; say how long it took, if it was long."""
+        """End the bar; if all bytes have come, print how long that took, unless it was short."""
         self._bar.close()
         seconds = time.monotonic() - self._start_s
         if seconds > _ALMOST_AT_ONCE_S and self._done == self._total:
@@ -284,7 +293,8 @@ def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, C
 
     `there` is the store in which the driver serves them, and `files` are all that it serves. The
     folder is named by the content of these files, so that other runs with the same ones find it.
-    Pieces are not read yet. Raises Refused if a file's hashes are missing or damaged.
+    Only the hashes are read here, no pieces. Raises Refused if those of a file are missing or
+    damaged; ResourceError if the driver cannot be reached.
     """
     wanted = [file for file in files if file.kind == kind]
     roots = sorted(file.root for file in wanted)
@@ -294,8 +304,9 @@ def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, C
 
 
 def served_weights(there: Store, files: Sequence[ServedFile]) -> Path:
-    """Read all files of weights, of which there is one at least; return their folder.
+    """Read all files of weights that the driver serves; return the folder in the cache with them.
 
+    `there` is the store in which the driver serves `files`, of which one at least has weights.
     Raises Refused if a piece is missing or damaged, ResourceError if one cannot be read or stored.
     """
     cached = [*_cached(there, files, WEIGHTS).values()]
@@ -305,7 +316,10 @@ def served_weights(there: Store, files: Sequence[ServedFile]) -> Path:
 
 
 class ServedRows:
-    """The rows of a run; those that a worker trains on come from the driver when it needs them."""
+    """The rows of a run; those that a worker trains on come from the driver when it needs them.
+
+    `engine.inputs.Rows` describes the attributes and `batch`.
+    """
 
     def __init__(
         self,
@@ -315,7 +329,7 @@ class ServedRows:
         *,
         num_classes: int | None,
     ):
-        """Read all files of rows, but of the tokens to train on only the first piece.
+        """Read all files of rows but one: of the tokens to train on only the first piece is read.
 
         `batch` reads the other pieces when it needs them.
 
@@ -330,7 +344,7 @@ class ServedRows:
           ResourceError: If the cache cannot be written, or the driver cannot be reached.
           DataError: If they are no prepared rows, or too few for the first batches.
         """
-        trim_cache()  # makes room for the files
+        trim_cache()  # deletes what was not used for long, to make room for the files
         cached = _cached(there, files, ROWS)
         self._file = cached[prepared.TRAIN.tokens]
         self._file.read([0])  # the first piece has the array's header, which `open_rows` reads
@@ -339,11 +353,12 @@ class ServedRows:
                 file.read()
         folder = cached[prepared.MANIFEST].path.parent
         manifest = prepared.read_prepared(folder)
-        opened = prepared.open_rows(folder, manifest)
-        # The tokens are a map of the file into memory, so a piece that comes later is in them too.
+        opened = prepared.open_rows(folder, manifest)  # maps the files into memory
+        # The array shows what is in the file, so also the pieces that come later.
         self._tokens = opened.train.tokens
         self._num_rows = len(self._tokens)
-        self.rows = rows_as_read(opened.train, settings.data)  # as the settings want them
+        # With the starts of documents if the model separates these, else the tokens alone.
+        self.rows = rows_as_read(opened.train, settings.data)
         self.heldout_rows = rows_as_read(opened.heldout, settings.data)
         self.fingerprint = fingerprint_of(manifest, len(self.rows))
         self.tokens_per_byte = None  # a classifier has none
@@ -357,15 +372,17 @@ class ServedRows:
         """Return `count` rows of a worker's stream, after reading from the driver those it lacks.
 
         They are int32 [count, L + 1], or a `RowBatch` if the model separates documents. `trainer`
-        and `stream` name the worker; `start` is the first row's position in the stream. Raises
-        Refused if a piece is missing or damaged, ResourceError if it cannot be read or stored.
+        and `stream` are the ids of the trainer and of its worker; `start` is the first row's
+        position in the worker's stream. Raises Refused if a piece is missing or damaged,
+        ResourceError if it cannot be read or stored.
         """
-        # The rows' positions among all rows to train on.
+        # The rows' positions among all rows to train on, in the order of the stream.
         index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
         row_bytes = self._tokens.strides[0]
         # Where the first row begins in the file: after the array's header.
         offset = self._file.about.size - self._num_rows * row_bytes
-        # Positions of the first and the last byte of each row, which may lie in two pieces.
+        # Positions in the file of the first and the last byte of each row. They may lie in two
+        # pieces; a row is taken to be shorter than a piece, so that it lies in no others.
         first_N = offset + np.asarray(index) * row_bytes
         last_N = first_N + row_bytes - 1
         numbers = np.union1d(first_N // FILE_PIECE_BYTES, last_N // FILE_PIECE_BYTES)
