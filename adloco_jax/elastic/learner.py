@@ -9,7 +9,9 @@ state without a letter is that of one worker, in NumPy and without axis R.
 
 A learner has a place in a run: its number, and its incarnation, which counts the learners that had
 the number before. A stall is the time in which a round waits for compilation. Programs run an
-ensemble, which has trainers and their workers; here it has one of each.
+ensemble, which has trainers and their workers; here it has one of each. A worker's difference is
+its trainer's parameters minus its own. To pack is to quantise to a precision, such as int4, for
+sending.
 """
 
 import dataclasses
@@ -112,10 +114,10 @@ class Reply(NamedTuple):
 
 
 def say_compiling(event: Compiling | Compiled) -> None:
-    """Say that a program is being compiled, which may take a minute, and how long it took."""
+    """Say that a program is being compiled, which may take a minute, or how long that took."""
     if isinstance(event, Compiling):
         say(f"compiling program {event.number} of {event.of}")
-    elif event.hit:
+    elif event.hit:  # it was in the cache
         say(f"read it from the cache of compiled programs in {event.seconds:.1f} s")
     else:
         say(f"compiled in {event.seconds:.1f} s; the next start reads it from the cache")
@@ -127,10 +129,10 @@ class Learner:
     def __init__(self, setup: LearnerSetup):
         """Load the rows and prepare the programs; `enlist` must be called before a round.
 
-        Raises UserError if the corpus cannot be read, or `ensemble.model_shards` does not fit the
-        devices.
+        Raises UserError if the data or the frozen weights cannot be read, or
+        `ensemble.model_shards` does not divide the number of devices.
         """
-        use_compilation_cache()
+        use_compilation_cache()  # so that a next start reads programs from a file
         settings = setup.settings
         machine = here()  # this process's devices
         self.corpus = setup.corpus or load_corpus(
@@ -144,7 +146,7 @@ class Learner:
             machine=machine,
             # A call of the program makes one part of a round, as a slow learner makes only some.
             num_micro_batches=steps // num_parts(steps, settings.engine),
-            sequential=machine.platform == "cpu",
+            sequential=machine.platform == "cpu",  # one worker keeps a CPU's cores busy
             examples_per_pass=examples_per_pass(
                 settings.data.sequence_length * settings.model.width, machine
             ),
@@ -154,6 +156,7 @@ class Learner:
         model = None
         if not setup.by_fit:
             model = configured_model(settings, machine)
+        # The spec with the number of devices that share a model, and a kernel for attention.
         self.spec = on_devices(
             spec,
             model,
@@ -164,16 +167,17 @@ class Learner:
 
         base = setup.base
         if model is not None and settings.adapter.rank and base.params is None:
-            # The model has an adapter, and the driver has not sent its frozen weights.
+            # The model has an adapter, and the driver has not sent its frozen weights: read them.
             model, _ = with_weights(model, settings.model, machine, seed=settings.seed)
             base = model.base
         self.base = base.fingerprint
         self.programs = Programs(self.spec, say_compiling)
-        self.programs.hold(base.params)
+        self.programs.hold(base.params)  # the frozen weights; None: there are none
 
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._params: dict[int, PyTree] = {}  # of the last round, with axis M, by trainer's id
-        self._budget = machine.budget(settings.batching.memory_frac)  # bytes of a device
+        # Bytes of a device's memory that a run may use.
+        self._budget = machine.budget(settings.batching.memory_frac)
         self._max_batch_size = INT32  # largest micro-batch for which memory may suffice
         self._needed: dict[ProgramKey, int] = {}  # bytes of a device that a program needs
         self.leaving = False  # whether it was asked to leave the run
@@ -193,12 +197,16 @@ class Learner:
     def _begin_to_wait(self) -> None:
         """Begin to measure what the learner does until its next round."""
         self._free_s = time.monotonic()  # when the last round ended
-        # Seconds since then. A learner that joins by itself sets them, as it knows its transfers.
+        # Seconds since then. `BucketLearner`, which sends and reads objects, sets them; with Ray
+        # they stay zero, and count as waiting.
         self.uploading_s = 0.0
         self.downloading_s = 0.0
 
     def leave(self, *_: object) -> None:
-        """Ask the learner to leave the run; also a handler of signals, with their arguments."""
+        """Ask the learner to leave the run; the driver sees it in the answer to the next ping.
+
+        It is also a handler of signals, whose arguments do not matter.
+        """
         self.leaving = True
 
     def hello(self) -> Hello:
@@ -227,7 +235,7 @@ class Learner:
         return [self._held_state(key) for key in wanted]
 
     def _held_state(self, key: StateKey) -> PyTree:
-        """Return a worker's inner state; raise Refused if it is not here."""
+        """Return the inner state with a key; raise Refused if it is not here."""
         if key not in self.held:
             _, worker_id, position = key
             raise Refused(f"no inner state of worker {worker_id} at {position}")
@@ -248,24 +256,27 @@ class Learner:
 
         Raises:
           Refused: If parameters or inner states are not those that the request needs.
+          JaxRuntimeError: If memory does not suffice, or for another fault of a device.
         """
         # What the learner did since its last round.
         uploading_s = self.uploading_s
         downloading_s = self.downloading_s
         since_s = time.monotonic() - self._free_s
-        # Not negative: the three were measured one by one.
+        # The three are measured one by one, so that the difference may be a little negative.
         waiting_s = max(since_s - uploading_s - downloading_s, 0.0)
 
         params_M = self._present_params(request, params)
         responses = [self._run_worker(request, work, inputs, params_M) for work in request.work]
         if request.takes_worker_params(self.spec):
-            # The trainer takes its only worker's parameters: its own minus the difference.
+            # The trainer takes its only worker's parameters: its own minus the difference, which a
+            # single worker sends in float32.
             step_M = jax.tree.map(np.negative, responses[0].differences.packed_R)
             params_M = fetch(_add_packed(params_M, step_M, "float32"))
         self._params[request.trainer] = params_M
 
         self._begin_to_wait()
-        # The first response says what the learner did between its rounds; once is enough.
+        # Only the first response says what the learner did between its rounds: the driver adds up
+        # those of all.
         between_s = np.array([uploading_s, waiting_s, downloading_s])
         responses[0] = responses[0]._replace(between_s=between_s)
         return responses
@@ -273,12 +284,13 @@ class Learner:
     def _present_params(self, request: Request, params: PyTree | None) -> PyTree:
         """Return the parameters, with axis M, with which a trainer's round begins.
 
-        They are `params`, if these are whole; those of the trainer's last round here, changed by
-        the packed update `params`; or, with None, those of the last round as they are. The last
-        round's are then forgotten. Raises Refused if the result has not the hash in the request.
+        `params` is the argument of `run_round`. If it has whole parameters, they are these; if it
+        has a packed update, those of the trainer's last round here, changed by the update; if it is
+        None, those of the last round as they are. The last round's are forgotten here. Raises
+        Refused if the result has not the hash in the request.
         """
         params_M = self._params.pop(request.trainer, None)  # of the last round; None: there is none
-        if params is not None and not request.is_update:  # whole
+        if params is not None and not request.is_update:  # whole parameters
             params_M = jax.tree.map(lambda leaf: leaf[None], params)
         elif params is not None and params_M is not None:  # an update
             params_M = fetch(_add_packed(params_M, params, self.spec.outer.precision))
@@ -293,8 +305,8 @@ class Learner:
     ) -> Response:
         """Run a worker's round, in smaller micro-batches if memory does not suffice.
 
-        An update has as many sequences as the driver wants all the same: gradients of more
-        micro-batches are accumulated. The size that suffices is kept for later rounds.
+        An update still has as many sequences as the driver wants: gradients of more micro-batches
+        are accumulated. The size that suffices is kept for later rounds.
 
         Args:
           request: The round of the worker's trainer.
@@ -309,14 +321,15 @@ class Learner:
         """
         wanted = request.micro_batch_size
         while True:
-            # A size that memory may allow, and that divides the driver's.
+            # A size that memory may allow. It divides the driver's, so that each micro-batch of the
+            # driver becomes several of this size.
             size = math.gcd(wanted, min(wanted, self._max_batch_size))
             plan = RoundPlan(
                 micro_batch_size=size,
                 num_accum_steps=wanted // size * request.num_accum_steps,
                 num_updates=work.num_updates,
             )
-            group = Group((request.trainer,), (1,), plan=plan)  # this worker alone
+            group = Group((request.trainer,), (1,), plan=plan)  # one trainer with this worker alone
             try:
                 # One sequence is tried even if it may not fit, as nothing is smaller.
                 if size == 1 or self._fits(group):
@@ -327,14 +340,14 @@ class Learner:
             self._max_batch_size = size // 2  # try again with this
 
     def _fits(self, group: Group) -> bool:
-        """Whether the program of a group's inner steps fits in a device's memory.
+        """Whether the program that runs a group's inner steps fits in a device's memory.
 
-        It is compiled for that, if it was not yet.
+        It is compiled if it was not yet. Raises JaxRuntimeError if that fails.
         """
         key = group.steps_key()
         if key not in self._needed:
             sizes = (1,)  # workers of each trainer
-            self._needed[key] = peak(self.programs, key, sizes).total
+            self._needed[key] = peak(self.programs, key, sizes).total  # bytes while it runs
         return self._needed[key] <= self._budget
 
     def _run_group(
@@ -362,27 +375,28 @@ class Learner:
         key: StateKey = (request.trainer, work.worker_id, work.start)
         self._keep_state(key, inputs)
         start_s = time.perf_counter()
-        stalled_s = self.programs.stall_s
+        stalled_s = self.programs.stall_s  # up to now
 
-        # Measure gradient statistics on the first rows.
+        # Read the rows of the round, and measure gradient statistics on the first ones.
         rows_B = self.corpus.batch(request.trainer, work.worker_id, work.start, plan.num_sequences)
         stats_R = None
         if work.num_tested:
             test = padded_stats_rows(group, [rows_B], np.array([work.num_tested], np.int32), spec)
             stats_R = measure(self.programs, params_M, test)
 
-        # Make the worker's updates, in an ensemble that has this worker alone. A micro-batch of the
-        # driver is `parts` of the plan's.
+        # Make the worker's updates, in an ensemble that has this worker alone. The inner state gets
+        # its axis R. A slow learner uses only the first of the learning rates.
         alone = _alone(params_M)
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held_state(key))
             alone = alone.replace(inner_state_R=before_R)
         shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)  # -1: length of a row
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
-        parts = request.micro_batch_size // plan.micro_batch_size
-        rate_TR = inputs.rate_T.repeat(parts)[:, None]
+        # Each micro-batch of the driver, with its learning rate, is so many of the plan's.
+        num_smaller = request.micro_batch_size // plan.micro_batch_size
+        rate_TR = inputs.rate_T.repeat(num_smaller)[:, None]
         reads_R3 = np.array([key], np.int32)  # which rows are read; random keys are made from it
-        calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)
+        calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)  # of the compiled program
         # `measured` has the losses and skipped updates of each call.
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
 
@@ -394,8 +408,8 @@ class Learner:
             next_start = work.start + plan.num_sequences
             next_key = (request.trainer, work.worker_id, next_start)
             self.held[next_key] = jax.tree.map(lambda leaf: leaf[0], after_R)
-        loss_SR, skipped_SR = by_update(group, measured)
-        sent, stats_R = fetch((sent, stats_R))
+        loss_SR, skipped_SR = by_update(group, measured)  # of each update, not each micro-batch
+        sent, stats_R = fetch((sent, stats_R))  # waits for the devices
 
         stall_s = self.programs.stall_s - stalled_s  # in which the round waited for compilation
         seconds = time.perf_counter() - start_s - stall_s
@@ -418,10 +432,10 @@ class Learner:
         )
 
     def _keep_state(self, key: StateKey, inputs: Inputs) -> None:
-        """Store the inner state that was sent for a worker, and forget its other states.
+        """Keep the inner state with which a worker begins its round, and forget its other states.
 
-        `key` names the state with which the worker begins a round. If none was sent, the learner
-        may have it from the round before.
+        `key` names that state: it is stored here if `inputs` has it. Otherwise the learner may have
+        it from the round before.
         """
         _, worker_id, _ = key
         if worker_id in inputs.inner_states:
@@ -456,11 +470,11 @@ def _alone(params_M: PyTree) -> Ensemble:
 def _packed_difference(
     params_M: PyTree, workers: Workers, precision: Precision, is_single: bool
 ) -> Differences:
-    """Pack one worker's difference from its trainer, as it is sent.
+    """Compute one worker's difference, and pack it as it is sent.
 
     Args:
       params_M: The trainer's parameters, with which the round began.
-      workers: The worker after its inner steps.
+      workers: The worker after its inner steps; only its parameters are read.
       precision: That in which the difference is sent.
       is_single: Whether the trainer has no other worker.
     """
@@ -484,20 +498,20 @@ def sent_form(spec: ProgramSpec, request: Request) -> PyTree:
     They are whole parameters without axis M, or a packed update with it (`Request.is_update`).
     """
     if not request.is_update:
-        return spec.params
-    params_M = trainable(stacked(spec.params))
+        return spec.params  # has only shapes and types
+    params_M = trainable(stacked(spec.params))  # without what is not floating-point
     return jax.eval_shape(lambda tree_M: pack(tree_M, spec.outer.precision), params_M)
 
 
 def _state_precision(path: tuple, precision: Precision) -> Precision:
     """Return the precision in which a leaf of an inner optimizer's state is sent.
 
-    `path` is where the leaf is in the state, as of `jax.tree.map_with_path`. optax names first
+    `path` is the leaf's in the state, as `jax.tree.map_with_path` gives it. optax names first
     moments `mu` or `trace`, and second moments `nu`. `precision` is that of differences.
     """
     names = {getattr(key, "name", "") for key in path}
     if "nu" in names and precision == "int4":
-        return "bfloat16"  # in int4 many would be zero
+        return "bfloat16"  # in int4 many would be zero, and updates, divided by them, huge
     if names & {"mu", "trace", "nu"}:
         return precision
     return "float32"  # no moment, such as the number of updates
@@ -506,13 +520,12 @@ def _state_precision(path: tuple, precision: Precision) -> Precision:
 def pack_state(state: PyTree, precision: Precision) -> PyTree:
     """Quantise the moments of a worker's inner state, to send it through a bucket.
 
-    Each leaf gets an axis R, and is packed by `core.compress.pack`. `precision` is that of
-    differences. Second moments have bfloat16 at least: in int4 many would be zero, and updates
-    huge.
+    `state` has arrays without axis R. In the result each is packed by `core.compress.pack`, with an
+    axis R of length one. `precision` is that of differences; second moments have bfloat16 at least.
     """
 
     def pack_leaf(path: tuple, leaf: np.ndarray) -> PyTree:
-        """Pack the leaf at this place in the state."""
+        """Pack the leaf at `path` in the state."""
         return pack(jnp.asarray(leaf)[None], _state_precision(path, precision))
 
     return jax.tree.map_with_path(pack_leaf, state)
@@ -521,12 +534,12 @@ def pack_state(state: PyTree, precision: Precision) -> PyTree:
 def unpack_state(packed: PyTree, spec: ProgramSpec) -> PyTree:
     """Return the inner state, in NumPy and without axis R, that `pack_state` has packed.
 
-    `spec` says what the state looks like, and in which precision its moments are.
+    `spec` has the optimizer, from which the state's shapes follow, and the precision of moments.
     """
 
     def unpack_leaf(path: tuple, want: jax.ShapeDtypeStruct, packed_leaf: PyTree) -> jax.Array:
-        """Unpack the leaf at this place, which looks like `want`, without axis R."""
-        like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)
+        """Unpack the leaf at `path`; the result has the shape and type of `want`."""
+        like = jax.ShapeDtypeStruct((1, *want.shape), want.dtype)  # with axis R, as it was packed
         precision = _state_precision(path, spec.outer.precision)
         return jnp.asarray(unpack(packed_leaf, like, precision))[0]
 
@@ -541,9 +554,9 @@ def state_form(spec: ProgramSpec) -> PyTree:
 
 
 def inputs_form(spec: ProgramSpec, request: Request, worker_ids: Sequence[int]) -> Inputs:
-    """Return the shapes and types of a request's arrays, with the states of these workers.
+    """Return the shapes and types of a request's arrays, as `jax.ShapeDtypeStruct`.
 
-    They are `jax.ShapeDtypeStruct` in place of arrays.
+    `worker_ids` are the workers whose packed inner states are sent with it.
     """
     rate_T = _array(np.float32, request.num_updates * request.num_accum_steps)
     return Inputs(rate_T, dict.fromkeys(worker_ids, state_form(spec)))
@@ -555,8 +568,8 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
     They are `jax.ShapeDtypeStruct` in place of arrays. `work` is the worker's part of the request.
     """
     params_M = stacked(spec.params)
-    workers = Workers(params_M, None)
-    # Traced, not computed.
+    workers = Workers(params_M, None)  # the worker's parameters have the same shapes
+    # Only shapes are computed, by tracing.
     differences = _packed_difference.eval_shape(
         params_M, workers, request.precision(spec), request.is_single
     )

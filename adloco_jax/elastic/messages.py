@@ -1,8 +1,9 @@
 """What driver and learners tell each other: the JSON of a bucket's objects, and responses on Ray.
 
 What a process says is compared with what it was asked, before it is used. A form is a tree of
-`jax.ShapeDtypeStruct`: the shapes and types that arrays must have. A learner's incarnation counts
-how often it was restarted.
+`jax.ShapeDtypeStruct`: the shapes and types that arrays must have. A learner has a number, which
+stays with its workers, and an incarnation, which counts how often it was restarted; both name its
+place. A `ProgramSpec` has what all compiled programs of the run share, such as the optimizers.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 
 
 USES = ("computing", "uploading", "waiting", "downloading")
-"""What a learner does with its time, in the order of its responses."""
+"""What a learner does with its time; `Response.seconds` and `between_s` have them in this order."""
 
 _SHOWN_CHARACTERS = 300  # of what another process says
 
@@ -70,10 +71,14 @@ def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def tree_sha256(tree: PyTree) -> str:
-    """Return the hash of the bytes of a tree's arrays, by which two processes compare them."""
+    """Return the hash of the bytes of a tree's arrays, by which two processes compare them.
+
+    Shapes do not matter, so an axis of length one changes nothing.
+    """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        as_bytes = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        digest.update(as_bytes.data)
     return digest.hexdigest()
 
 
@@ -101,15 +106,15 @@ class RunDescription(Format):
 
 
 class RequestId(Format):
-    """Which request of a learner this is, or the response to it."""
+    """Which request to a learner this is, or the response to it; without a request, a place."""
 
     generation: Count  # number of the driver among the run's drivers
     learner: Count  # number of the learner
     incarnation: Count  # how many times the learner has been restarted
-    request: Count = 0  # 0: none; the id is that of the learner
+    request: Count = 0  # number of the request, from 1 on; 0: none, the id is that of the place
 
     def of(self, request: int) -> "RequestId":
-        """Return the id of this learner's request with a number; 0 gives the learner's own id."""
+        """Return the id of a request with this number in the same place; 0 gives the place's id."""
         return self.model_copy(update={"request": request})
 
     def heartbeat_name(self) -> str:
@@ -127,11 +132,11 @@ class RequestId(Format):
 
 
 class LearnerRequests(Format):
-    """The driver's part of the exchange with a learner, whose number any machine may take."""
+    """What the driver's heartbeat says of a place for a learner."""
 
-    id: RequestId  # of the last request that was written
+    id: RequestId  # of the newest request that was written there
     num_read: Count = 0  # responses that the driver has read
-    is_free: bool  # whether no machine has taken the number
+    is_free: bool  # whether no learner has taken the place
 
 
 class DriverHeartbeat(Format):
@@ -139,7 +144,7 @@ class DriverHeartbeat(Format):
 
     start: str = ""  # id of the driver's start, with which its objects are signed
     count: Count  # a heartbeat with a smaller one is older
-    learners: list[LearnerRequests] = []
+    learners: list[LearnerRequests] = []  # one for each place
     adloco_jax: str = ""  # version of the driver's package
     is_over: bool = False  # whether the run is over, so learners leave
     has_ended: bool = False  # whether the driver has ended; this heartbeat is its last
@@ -157,11 +162,11 @@ class Hello(Format):
 class Sign(Format):
     """A learner's response to a ping, by which the driver asks for a sign of life."""
 
-    leaving: bool  # whether it was asked to leave
+    leaving: bool  # whether it was asked to leave, as by a signal
     compiling: bool  # whether it compiles a program now
     hello: Hello
     max_batch_size: Size = INT32  # largest micro-batch for which its memory may suffice
-    has_left: bool = False  # whether this is its last one
+    has_left: bool = False  # whether this is its last sign
     owner: str = ""  # how the driver names the learner's machine; what the learner says is ignored
 
 
@@ -196,20 +201,24 @@ class Request(NamedTuple):
     is_update: bool = False  # whether an outer update is sent, not whole parameters
 
     def precision(self, spec: ProgramSpec) -> Precision:
-        """Return the precision of differences; those of a single worker are not quantised."""
+        """Return the precision in which differences (trainer's minus worker's parameters) are sent.
+
+        Those of a single worker are not quantised.
+        """
         if self.is_single:
             return "float32"
         return spec.outer.precision
 
     def takes_worker_params(self, spec: ProgramSpec) -> bool:
-        """Whether the trainer takes the parameters of its only worker, which its learner has.
+        """Whether the outer update gives the trainer the parameters of its only worker as they are.
 
-        A mean over one worker is that worker; with `outer.skip_single` no momentum is added.
+        Then the worker's learner has the trainer's new parameters already. It is so if the mean of
+        workers is taken, here of one, and no outer optimizer is applied (`outer.skip_single`).
         """
         return self.is_single and spec.outer.skip_single and spec.aggregate is mean
 
     def sequences(self, num_updates: int) -> int:
-        """Return the number of sequences that a worker reads for some updates."""
+        """Return the number of sequences that a worker reads for so many updates."""
         return num_updates * self.num_accum_steps * self.micro_batch_size
 
     @property
