@@ -21,17 +21,19 @@ from adloco_jax.core.types import LossFn, at_least_float32, is_key, trainable, w
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
     """Make a loss function of the floating-point parameters that returns (loss, aux).
 
-    The result is called `loss(values, batch)`, with `values` from `core.types.trainable`, and
-    perhaps with `key=` or with `tap_B=`, by which `core.gradstats` measures norms. It takes all
-    other leaves from `params`. Without `has_aux`, aux is None; with it, its arrays are cast to at
-    least float32. The result raises ValueError, while it is traced, if `loss_fn` does not return
-    one number, or with `has_aux` a pair of one number and an auxiliary output.
+    The result is called `loss(values, batch)`: `values` are the parameters with None in place of
+    the leaves that are not floating-point, which it takes from `params`. Keywords such as `key` go
+    to `loss_fn`. Without `has_aux`, aux is None; with it, aux is the auxiliary output of `loss_fn`.
+
+    The result raises ValueError, while it is traced, if `loss_fn` does not return one number, or
+    with `has_aux` a pair of one number and an auxiliary output.
     """
 
     def widen(leaf):
+        """Cast an auxiliary value to at least float32, because its means are taken later."""
         return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
 
-    def loss_of(values, batch, **keywords):  # `key` and `tap_B`, which only some losses take
+    def loss_of(values, batch, **keywords):
         """Call the loss; check what it returned, and return it as a pair (loss, aux)."""
         returned = loss_fn(with_trainable(params, values), batch, **keywords)
         loss = returned
@@ -83,6 +85,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
             element_key = jax.random.fold_in(element_key, number)
         return element_key
 
+    # `vmap` maps over one axis, so the arrays are flattened for it.
     shape = np.broadcast_shapes(*[np.shape(number) for number in numbers])
     flat_numbers = [jnp.broadcast_to(jnp.asarray(number), shape).reshape(-1) for number in numbers]
     return jax.vmap(fold_in_all)(*flat_numbers).reshape(shape)
@@ -91,16 +94,18 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """Return the number of micro-batches, or of updates, of a batch; raise ValueError if unfit.
+    """Return the number of micro-batches, or of updates, of a batch.
 
     Leaves are [T, R, B, ...], of which T is returned. If `num_accum_steps`, A, is given, they are
-    [S, R, A*B, ...], and S is returned. R must be `num_workers`. `name` is the argument's, for the
-    message.
+    [S, R, A*B, ...], and S is returned. `name` is the argument's, for the message.
+
+    Raises ValueError if leaves differ in their first three axes, or one of these axes is missing or
+    empty; if R is not `num_workers`; or if A does not divide the third axis.
     """
     # The names of the axes, for the message.
     length_axis = "T"
     examples_axis = "B"
-    num_parts = 1  # of the third axis
+    num_parts = 1  # which must divide the third axis
     if num_accum_steps is not None:
         length_axis = "S"
         examples_axis = "A*B"
@@ -125,8 +130,7 @@ def checked_factors(
 ) -> Array | None:
     """Return weights or learning rates as float32; raise ValueError if their shape is not `shape`.
 
-    None, which stands for factors that are all 1, stays None. `name` is the argument's, for the
-    message.
+    None, which means that all factors are 1, stays None. `name` is the argument's, for the message.
     """
     if values is None:
         return None
@@ -140,10 +144,10 @@ def checked_factors(
 
 
 def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
-    """Raise ValueError if a key is not typed (`jax.random.key`), or is missing.
+    """Raise ValueError if a key is not typed (`jax.random.key`), or `loss_fn` lacks one.
 
-    It is missing if it is None and `loss_fn` has a parameter `key`, unless the parameter has a
-    default other than None. `name` is the argument's, for the message.
+    `loss_fn` lacks a key if `key` is None and it has a parameter `key` without a default, or with
+    the default None. `name` is the argument's, for the message.
     """
     if key is not None:
         if not is_key(key):
@@ -153,7 +157,7 @@ def checked_key(name: str, key: Array | None, loss_fn: LossFn) -> None:
     parameter = inspect.signature(loss_fn).parameters.get("key")
     if parameter is None:
         return
-    # With another default, as `with_fixed_key` gives it, the loss needs no key.
+    # A loss to which `with_fixed_key` has bound a key has that key as the default.
     if parameter.default is None or parameter.default is parameter.empty:
         raise ValueError(
             f"{name}: none is given, and loss_fn takes a `key`, without which its dropout is off;"
@@ -169,31 +173,33 @@ def checked_update(
     *,
     refused: tuple[type, ...],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the `update` function of an optax transformation whose state fits; else raise.
+    """Check the state of an optax transformation; return the transformation's `update` function.
 
     Args:
       name: The argument's name, for messages.
       tx: The transformation.
       state: Its stacked states, leaves [X, ...], of which the structure is checked.
       params_X: The parameters that it updates, leaves [X, ...].
-      refused: Classes of states that hold parameters, which an outer update would not change.
+      refused: Classes of optax states that hold a copy of the parameters. An outer update changes
+        the parameters, but not this copy.
 
     Returns:
       `update(gradients, state, params) -> (updates, state)`, which ignores other keywords.
 
     Raises:
-      ValueError: If `state` has a node of a class in `refused`, or is no state of `tx`.
+      ValueError: If `state` has a node of a class in `refused` with such a copy, or its structure
+        is not that of a state of `tx`.
     """
 
     def keeps_params(node):
-        """Return whether a node of the state is of a refused class."""
+        """Return whether a node of the state is of a refused class, and holds parameters."""
         if not isinstance(node, refused):
             return False
         # The state of optax.contrib.sam in its opaque mode holds no copy between updates.
         is_opaque_sam = hasattr(node, "cache") and node.cache is None
         return not is_opaque_sam
 
-    # `is_leaf` stops at such a node, so it is among the leaves.
+    # With `is_leaf` such a node is itself a leaf of the tree.
     for node in jax.tree.leaves(state, is_leaf=keeps_params):
         if keeps_params(node):
             raise ValueError(
@@ -201,7 +207,8 @@ def checked_update(
                 " a pair of them; the outer update cannot move these, so use another transformation"
             )
 
-    # The state that `tx` would make for each of the stacked models, as shapes only.
+    # The states that `tx` would make for the stacked models, as shapes only. Optimizers receive
+    # only the floating-point leaves (`trainable`).
     expected = jax.eval_shape(jax.vmap(tx.init), trainable(params_X))
     if jax.tree.structure(expected) != jax.tree.structure(state):
         raise ValueError(

@@ -2,7 +2,8 @@
 
 The noise of a gradient is the sum of its entries' variances over examples. The signal is |G|^2, the
 squared norm of the true gradient G. A test requests the batch with which the noise of the mean
-gradient is small enough beside the signal.
+gradient is small enough beside the signal. g_j is the gradient of example j, <a, b> an inner
+product. A plug-in estimate takes the mean gradient of the examples for G.
 
 The tests read only ratios of the sums in `GradientStats`. They accept NumPy arrays (float64 on the
 host, without a device) and JAX arrays (under `jit` and `vmap`).
@@ -142,7 +143,8 @@ def augmented_inner_product_test(
 
 
 def _require_positive(name: str, threshold: float) -> None:
-    """Raise ValueError for a threshold that is not positive or NaN; traced ones are not checked."""
+    """Raise ValueError if a number is not positive; traced arrays are not checked."""
+    # `not threshold > 0` is also true of NaN.
     if isinstance(threshold, int | float) and not threshold > 0:
         raise ValueError(f"{name}={threshold} must be positive.")
 
@@ -153,10 +155,10 @@ def constant(*, batch_size: int) -> int:
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """Return the sequences per worker at a round, counted from 0, of a schedule.
+    """Return the sequences per worker that a schedule gives for a round, counted from 0.
 
-    Entries are (first round, sequences per worker); the last that has begun holds. Raises
-    ValueError unless first rounds start at 0 and increase.
+    Entries are (first round, sequences per worker); an entry holds until the next one's first
+    round. Raises ValueError unless first rounds start at 0 and increase.
     """
     rounds = [first for first, _ in schedule]
     is_increasing = sorted(set(rounds)) == rounds
@@ -180,8 +182,8 @@ class BatchTest(NamedTuple):
     """What `request` reads. With "nothing", `stats` is None and the result is not limited."""
 
 
-# The entries of the table, each a `BatchTest.request`: it names the keywords that its test needs,
-# and ignores the others (`**_`).
+# The functions of the table, each a `BatchTest.request`. All are called with the same keywords; one
+# names those that its test needs, and ignores the others (`**_`).
 
 
 def _request_norm(stats, *, eta, num_workers, mode, batch_size, **_):
@@ -221,8 +223,9 @@ BATCH_TESTS: dict[str, BatchTest] = {
 def next_batch_size(requested: float, *, batch_size: int, max_growth: float, batch_cap: int) -> int:
     """Round a test's request up, and limit its growth and its size, in sequences per worker.
 
-    A request that is not finite changes nothing. One test multiplies `batch_size` at most by
-    `max_growth`. The batch never falls, even above `batch_cap`.
+    `requested` is what a test asks for, `batch_size` the present batch. The result is at most
+    `max_growth` times `batch_size`, and at most `batch_cap`, but never below `batch_size`. A
+    request that is not finite changes nothing.
 
     Raises ValueError if `batch_size` or `batch_cap` is not a positive whole number.
 
@@ -288,7 +291,8 @@ def _signal(
     """Estimate |G|^2, the squared norm of the true gradient, in units of `stats.scale`.
 
     `unbiased`: unbiased, but at least 1e-3 of the noise. `paper`: the squared norm of the mean
-    gradient on the trainer's own batch, which includes noise. Raises ValueError for another mode.
+    gradient on the trainer's own batch, which includes noise; this batch has `batch_size` examples
+    for each of `num_workers`, or, if None, the tested ones. Raises ValueError for another mode.
     """
     noise = stats.noise_sum / stats.noise_weight
     signal = stats.signal_sum / stats.signal_weight
@@ -303,15 +307,15 @@ def _signal(
 
 
 def _ip_variance(stats: GradientStats, mode: TestMode) -> Scalar:
-    """Estimate the variance of <g_j, mean gradient>, in units of the square of `stats.scale`.
+    """Estimate the variance over examples of <g_j, G>, in units of the square of `stats.scale`.
 
-    Raises ValueError if it was not measured, unless `stats` are traced.
+    `paper` is the plug-in estimate; `unbiased` takes means of independent thirds of the examples.
+    Raises ValueError if inner products were not measured, unless `stats` are traced.
     """
     fields = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in fields):
-        # The noise is the sum of the variances along the mean gradient and across it, so their
-        # plug-in sums are not both zero if there is noise. So if these values are zero, inner
-        # products were not measured.
+        # The plug-in sums are the noise along the mean gradient and across it. They are both zero
+        # although there is noise only if inner products were not measured.
         has_noise = np.asarray(stats.noise_sum) != 0
         lacks_weight = np.asarray(stats.ip_weight) == 0
         lacks_plugin_ip = np.asarray(stats.plugin_ip_sum) == 0
@@ -327,14 +331,15 @@ def _ip_variance(stats: GradientStats, mode: TestMode) -> Scalar:
 
 
 def _maximum(a, b):
-    """Return the larger of two NumPy or JAX arrays without a branch, so that it can be traced."""
+    """Return the larger of two NumPy or JAX numbers, by the library of the first."""
+    # `max` would branch on the values, which is impossible while tracing.
     return a.__array_namespace__().maximum(a, b)
 
 
 def fixed(*, steps_per_round: int, **_: object) -> int:
     """Give every round the same length: return `steps_per_round`, in inner steps.
 
-    `**_` takes the other keywords of a rule in `ROUND_LENGTHS`, of which this rule needs none.
+    A rule in `ROUND_LENGTHS` is called with more keywords, which this one ignores (`**_`).
     """
     return steps_per_round
 

@@ -57,7 +57,7 @@ class _Blocks(NamedTuple):
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError, with the known names, if `precision` is none of them."""
+    """Raise ValueError if `precision` is not "float32", "bfloat16" or "int4"."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r}: expected one of {known}")
@@ -92,14 +92,16 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
 
 
 def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
-    """Dequantise what `pack` returned, to the shapes and dtypes of `like_X`.
+    """Dequantise what `pack` returned; with "int4" an entry is off by at most half of its scale.
 
-    With "int4" an entry is off by at most half of its block's scale.
+    Leaves of `like_X`, arrays or `jax.ShapeDtypeStruct`, are [X, ...]; the result has their shapes
+    and dtypes. `precision` is that of `pack`; with "float32" `packed_X` is returned as it is.
     """
     if precision == "float32":
         return packed_X
 
     def unpack_leaf(leaf, packed):
+        """Dequantise one array to the shape and dtype of `leaf`."""
         if precision == "bfloat16":
             return lax.bitcast_convert_type(packed, jnp.bfloat16).astype(leaf.dtype)
         return _unpack_leaf(packed, leaf.shape).astype(leaf.dtype)
@@ -116,16 +118,20 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Choose the blocks of an array of this shape, each of at most `SCALE_BLOCK` entries."""
-    shape = shape or (1,)
+    """Choose the blocks of an array of this shape, each of at most `SCALE_BLOCK` entries.
+
+    The array is the part of one trainer or worker, without the stack's first axis.
+    """
+    shape = shape or (1,)  # a scalar is an array of one entry
     even_lengths = [dim for dim in shape if dim % _EVEN_SHARES == 0]
     length = max(even_lengths or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes
     rest = math.prod(shape[:axis] + shape[axis + 1 :])
-    # At least 1, because the array may be empty.
+    # The fewest blocks that hold a line of `rest` entries. At least 1, as the array may be empty.
     per_row = max(math.ceil(rest / SCALE_BLOCK), 1)
     width = max(math.ceil(rest / per_row), 1)
-    # As many positions as fit, rounded down to a power of two.
+    # As many positions as fit in a block, rounded down to a power of two, by which the length of an
+    # axis is most often divisible.
     positions = 2 ** ((SCALE_BLOCK // width).bit_length() - 1)
     positions = max(min(positions, length), 1)
     return _Blocks(
@@ -141,16 +147,17 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
 
 def _pack_leaf(leaf_X: Array) -> Packed:
     """Quantise float32 [X, ...] to whole numbers from -7 to 7, times the scale of their block."""
-    values = _to_blocks(leaf_X)
+    values = _to_blocks(leaf_X)  # [X, rows, blocks of a row, entries of a block]
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
-    # The maximum alone would not do, because it may ignore a NaN.
+    # A block with NaN or infinity becomes NaN. The maximum alone might ignore a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     bits = lax.bitcast_convert_type(scales, jnp.uint32) & _SCALE_BITS
     scales = lax.bitcast_convert_type(bits, jnp.float32)
     # Divide by 1 where the scale is zero or NaN: the scale alone makes the result zero or NaN.
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
-    # A byte holds one code from each half of the block. Packing neighbours would not vectorise.
+    # A byte holds one code from each half of the block, in its low and in its high four bits.
+    # Packing neighbours would not vectorise.
     low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
     packed_codes = (low & 0b00001111) | (high << 4)
     return Packed(packed_codes, scales)

@@ -83,6 +83,7 @@ def gradient_stats(
       appendix A.
     """
     method = _METHODS[resolve_estimator(estimator, loss_fn)]
+    # In `jax.shard_map`, JAX would otherwise sum the gradients over devices.
     params, batch = varying_alike(params, batch)
     loss_of = _scalar_loss(loss_fn, params, has_aux=has_aux)
     params = trainable(params)
@@ -91,6 +92,7 @@ def gradient_stats(
     sums_P, norms_B = _sum_gradients(loss_of, params, examples, method)
     count = examples.count.astype(jnp.float32)
     mean = jax.tree.map(lambda sum_P: sum_P.sum(axis=0) / count, sums_P)
+    # Each gradient is that of one example.
     stats, rms, mean_norm = _of_means(mean, norms_B, count, batch_size=1)
     if not inner_products:
         return stats
@@ -109,10 +111,11 @@ def gradient_stats_of_means(
     products.
 
     Noise and signal are unbiased, but the noise has the relative standard error
-    sqrt(2 / ((N - 1) d)), d = (tr Sigma)^2 / tr Sigma^2; `gradient_stats` has N * batch_size in
-    place of N. So average over steps before a test: convert each step's statistics with
-    `in_units_of(1.0)`, then average sums and weights separately. N = 1 shows no noise: its weights
-    are zero, and a test of it alone gives NaN.
+    sqrt(2 / ((N - 1) d)), d = (tr Sigma)^2 / tr Sigma^2, Sigma being the covariance of the
+    examples' gradients; `gradient_stats` has N * batch_size in place of N. So average over steps
+    before a test: convert each step's statistics with `in_units_of(1.0)`, then average sums and
+    weights separately. N = 1 shows no noise: its weights are zero, and a test of it alone gives
+    NaN.
 
     Raises ValueError if `norms_N` is not one axis of at least one norm, or `batch_size` is below 1.
 
@@ -142,7 +145,7 @@ def _of_means(
 
     Returns:
       The statistics, without inner products; the root mean square of the norms (1 if it is zero);
-      and |mean|^2 in units of its square. The last two are float32 [].
+      and |mean|^2 divided by the square of this root mean square. The last two are float32 [].
     """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
@@ -173,9 +176,9 @@ def _with_products(
 ) -> GradientStats:
     """Return `stats` with the sums of inner products.
 
-    `products_3B`, from `_multiply`, has each gradient's product with the means of all, of the first
-    and of the second third. `mean_norm` is the squared norm of the mean of all, float32 []. Both
-    are in units of the mean squared norm of a gradient.
+    `products_3B`, from `_multiply`, has each gradient's products with the mean gradients of all
+    examples, of the first third and of the second third. `mean_norm` is the squared norm of the
+    first of these means, float32 []. Both are in units of the mean squared norm of a gradient.
     """
     with_mean_B, with_first_B, with_second_B = products_3B
     t = examples.count
@@ -187,7 +190,7 @@ def _with_products(
 
     def centred(values_B):
         """Subtract the mean over the last third; return zero outside it."""
-        # At least 1, as the last third of very few examples is empty.
+        # Divide by at least 1, as the last third of one or two examples is empty.
         mean = jnp.sum(jnp.where(is_last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
         return jnp.where(is_last_B, values_B - mean, 0.0)
 
@@ -206,27 +209,28 @@ def _with_products(
 def pool(stats: GradientStats) -> GradientStats:
     """Combine the statistics of several workers at the same point: fields [n] -> [].
 
-    n is the number of workers. The result is in units of the largest scale. Inner products stay
-    those with each worker's own mean gradient. Arrays may be NumPy's or JAX's.
+    n is the number of workers. Sums are added in units of the largest scale. A gradient's inner
+    products stay those with the mean gradient of its own worker. Arrays may be NumPy's or JAX's.
 
     Source: docs/algorithm.md, section 2, "Several workers".
     """
     scale = stats.scale.max(axis=0)
-    # A field `scale` [n], like all others, so that one sum serves every field.
+    # `scale` is [n] here, like all other fields, so that one `tree.map` adds every field.
     in_one_unit = stats.in_units_of(scale).replace(scale=stats.scale)
     sums = jax.tree.map(lambda values_n: values_n.sum(axis=0), in_one_unit)
     return sums.replace(scale=scale)
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """Make a loss of the trainable parameters that returns one number, with one key for all.
+    """Make a loss of the trainable parameters that returns one number, with the same key always.
 
-    The result is called `loss(values, batch) -> float []`, with the floating-point leaves of
-    `params` (`core.types.trainable`), and with `tap_B=` if `loss_fn` takes it.
+    The result is called `loss(values, batch) -> float []`, where `values` are the parameters with
+    None in place of leaves that are not floating-point, or with `tap_B=` if `loss_fn` takes it.
     """
     loss_and_aux = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
 
     def loss_of(values, batch, **keywords):  # `tap_B`, only for the estimator `taps`
+        """Return the loss without the auxiliary output."""
         loss, _ = loss_and_aux(values, batch, **keywords)
         return loss
 
@@ -234,9 +238,10 @@ def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> L
 
 
 class _Examples(NamedTuple):
-    """A batch in several passes; its parts are thirds, or the whole without inner products.
+    """A batch whose examples are processed in passes of a fixed number of examples.
 
-    A pass has examples of one part only.
+    Its parts are thirds, or one part if inner products are not measured. A pass has examples of one
+    part only.
     """
 
     batch_B: PyTree  # leaves [B, 1, ...]: every example is a batch of size 1
@@ -262,6 +267,7 @@ class _Examples(NamedTuple):
             examples, leaves [C, 1, ...]; where `valid_C` is false, copies of the part's last.
           carry: The value for the first call of `body`.
         """
+        # A part starts where the one before it ends.
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I = starts_P[parts_I]
         ends_I = self.ends_P[parts_I]
@@ -302,8 +308,8 @@ def _sum_gradients(
 ) -> tuple[PyTree, Array]:
     """Return the sum of each part's gradients, float32 [P, ...], and the examples' norms.
 
-    The norms are float32 [B], with zero for padding. `params` are the trainable ones, `loss_of` is
-    that of `_scalar_loss`, and `method` measures the examples of one pass.
+    The norms are float32 [B], with zero for padding. `params` are the trainable parameters,
+    `loss_of(params, batch)` is the loss, and `method` measures the examples of one pass.
     """
 
     def add_pass(part, index_C, valid_C, batch_C, carry):
@@ -334,7 +340,7 @@ def _multiply(
     the last two are zero outside the last third.
 
     Args:
-      loss_of: The loss that `_scalar_loss` returns.
+      loss_of: `loss_of(params, batch)` is the loss.
       params: The trainable parameters.
       examples: The batch in thirds.
       method: Computes the products of one pass.
@@ -344,13 +350,17 @@ def _multiply(
     # The three means as weights of the thirds' sums: a row for each mean, a column for each third.
     weights_13 = jnp.ones((1, 3), jnp.float32) / examples.count
     weights_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
+    # A product is divided by `rms` twice: here, and when it is computed.
     weights_33 = jnp.concatenate([weights_13, weights_23]) / rms
     means_3 = jax.tree.map(
         lambda sum_3: jnp.tensordot(weights_33, sum_3, 1, precision="highest"), sums_3
     )
 
     def multiply(parts_I, num_means, products_3B):
-        """Multiply the gradients of some thirds with the first `num_means` of the means."""
+        """Multiply the gradients of the thirds `parts_I` with the first `num_means` of the means.
+
+        Returns `products_3B` with these products added.
+        """
         rows = slice(num_means)
         directions_E = jax.tree.map(lambda leaf_3: leaf_3[rows], means_3)
 
@@ -363,7 +373,8 @@ def _multiply(
 
         return examples.scan_passes(parts_I, multiply_pass, products_3B)
 
-    # The first two thirds need only the products with the mean of all.
+    # The products with the means of thirds are compared on the last third only, which is
+    # independent of them. The first two thirds need only the products with the mean of all.
     products_3B = jnp.zeros((3, examples.size), jnp.float32)
     products_3B = multiply(np.array([0, 1]), 1, products_3B)
     return multiply(np.array([2]), 3, products_3B)
@@ -400,7 +411,7 @@ def _examples(
     # The largest size of each part, and where the parts of t examples end.
     if inner_products:
         part_sizes = [size // 3, size // 3, size - 2 * (size // 3)]
-        third = jnp.maximum(t // 3, 1)
+        third = jnp.maximum(t // 3, 1)  # with fewer than three examples the last third is empty
         ends_P = jnp.minimum(jnp.stack([third, 2 * third, t]), t)
     else:
         part_sizes = [size]
@@ -409,7 +420,7 @@ def _examples(
     def cost(group):
         """Return the cost of all passes if each has `group` examples, in costs of one example.
 
-        A pass costs about one example more than it has.
+        A pass of n examples costs about as much as n + 1 examples.
         """
         num_passes = sum(math.ceil(part_size / group) for part_size in part_sizes)
         return (group + 1) * num_passes
@@ -446,16 +457,17 @@ def _gradients_by_taps(
 ) -> tuple[PyTree, Array]:
     """Compute the sum of the valid gradients, and all norms, float32 [C], in one backward pass.
 
-    Leaves of `batch_C` are [C, 1, ...]. `valid_C`, bool [C], is false for padding. The loss of all
-    valid examples is differentiated by the parameters and by `tap_B`, whose cotangent is the
-    squared norm of each example's share of the mean gradient.
+    Leaves of `batch_C` are [C, 1, ...]. `valid_C`, bool [C], is false for padding. The mean loss is
+    differentiated by the parameters and by `tap_B`, for which the layers return, in place of a
+    derivative, the squared norm of each example's share of the mean gradient.
 
     Raises ValueError if the loss takes `tap_B` without using it.
     """
     batch = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)  # without the axis of length 1
-    num_uses = 0  # of the tap, by layers of the loss
+    is_tap_used = False
 
-    # `watched` is the identity, but its backward pass counts the uses of the tap.
+    # `watched` is the identity, but its backward pass, which JAX runs only if a layer of the loss
+    # used the tap, notes that it was.
     @jax.custom_vjp
     def watched(tap_C):
         return tap_C
@@ -464,19 +476,20 @@ def _gradients_by_taps(
         return tap_C, None
 
     def backward(_, squares_C):
-        nonlocal num_uses
-        num_uses += 1  # runs while tracing, if the tap has a cotangent
+        nonlocal is_tap_used
+        is_tap_used = True
         return (squares_C,)
 
     watched.defvjp(forward, backward)
 
     def loss(params, tap_C):
+        """Return the mean loss of the pass, to be differentiated by both arguments."""
         return loss_fn(params, batch, tap_B=watched(tap_C))
 
     # The tap is -1 for padding, which leaves it out of the gradient.
     tap_C, _ = varying_alike(jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32), params)
     mean_grad, squares_C = jax.grad(loss, argnums=(0, 1))(params, tap_C)
-    if num_uses == 0:
+    if not is_tap_used:
         raise ValueError(
             "loss_fn: takes the keyword tap_B without using it, so that it gives no gradient norms;"
             " hand it to the layers (`models.layers`), or use estimator='vmap'"

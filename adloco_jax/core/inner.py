@@ -66,7 +66,8 @@ def inner_steps(
       workers: The result of `start_round` or of an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
-      inner_tx: Transformation of a worker's gradients; `outer_step` lists those refused.
+      inner_tx: Transformation of a worker's gradients. Refused are those whose state holds
+        parameters (schedule-free, SAM, lookahead).
       learning_rate_TR: A factor on the update that the micro-batch completes. None means 1.
       update_T: True where a micro-batch completes an update, by the mean of all gradients since the
         last. None: everywhere. An array, so that one program serves every accumulation.
@@ -90,6 +91,7 @@ def inner_steps(
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
+    # In `jax.shard_map`, JAX would otherwise sum the workers' gradients over devices.
     workers, batch_TRB = varying_alike(workers, batch_TRB)
     num_workers = jax.tree.leaves(workers.params_R)[0].shape[0]
     num_micro_batches = checked_batch_length(batch_TRB, num_workers, name="batch_TRB")
@@ -106,6 +108,7 @@ def inner_steps(
         num_grads, count_T = _count_grads(num_grads, update_T)
         accumulation_T = (update_T, count_T)
 
+    # `step` processes one micro-batch of one worker: its gradient, in passes, then the update.
     one_pass = functools.partial(_value_and_grad, loss_fn, has_aux)
     value_and_grad = functools.partial(_in_passes, one_pass, examples_per_pass)
     transform = checked_update(
@@ -114,7 +117,10 @@ def inner_steps(
     step = functools.partial(_step, value_and_grad, transform)
 
     def run_worker(carry, inputs_T):
-        """Train one worker on its T micro-batches; return its carry and what `_step` measured."""
+        """Train one worker on its T micro-batches.
+
+        Returns its carry, and (loss, whether the update was skipped, auxiliary output), [T, ...].
+        """
         examples_T, learning_rate_T = inputs_T
         return lax.scan(step, carry, (examples_T, learning_rate_T, accumulation_T))
 
@@ -142,7 +148,8 @@ def _value_and_grad(
     """Compute the loss of some examples and its gradient.
 
     `inputs_B` has the examples, leaves [B, ...], and a random key for each, or None if the loss
-    takes no key. The loss receives the first one. Returns ((loss, auxiliary output), gradient).
+    takes no key. The loss receives the first example's key. Returns ((loss, auxiliary output),
+    gradient); the gradient has None for leaves of `params` that are not floating-point.
     """
     batch_B, key_B = inputs_B
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
@@ -176,6 +183,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
         return (params, state, grad_sum, is_finite), (loss, skipped, aux)
 
     ends_update, count = accumulation
+    # Gradients are added in the dtype of their sum, float32.
     grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
     is_finite &= jnp.isfinite(loss)
 
@@ -190,6 +198,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
         return (new_params, new_state, zeros, jnp.ones_like(is_finite)), skipped
 
     def go_on():
+        """Leave the worker as it is until the update's last micro-batch."""
         return (params, state, grad_sum, is_finite), jnp.zeros_like(is_finite)
 
     carry, skipped = lax.cond(ends_update, end_update, go_on)
@@ -216,7 +225,9 @@ def _update(
       The parameters and the inner state after the update, and whether it was skipped.
     """
     params, state = before
-    is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
+    # `squared_norms` takes stacked arrays, so the gradient is a stack of one.
+    stack_of_one = jax.tree.map(lambda leaf: leaf[None], grads)
+    is_finite &= jnp.isfinite(squared_norms(stack_of_one)[0])
 
     def apply(params, state):
         """Return parameters and state after the update."""
@@ -225,6 +236,7 @@ def _update(
         if learning_rate is not None:
             updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
         after = with_trainable(params, optax.apply_updates(values, updates))
+        # An update may widen a state's dtypes, which must be the same in both cases below.
         return after, with_dtypes(new_state, state)
 
     # Two ways to skip the update. On a CPU a select costs a copy of the optimizer's state in every
@@ -276,7 +288,8 @@ def _map_workers(
     """Call `run(carry, inputs) -> (carry, outputs)` for each worker; return both, leaves [R, ...].
 
     Leaves of `carry_R` and `inputs_R` are [R, ...]. Workers run at once, or with `sequential` one
-    after another, in a scan that updates them in place; `lax.map` would hold all in memory twice.
+    after another. These run in a scan that updates the carries in place; `lax.map` would hold old
+    and new carries in memory.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     if num_workers == 1:  # no batching, and no loop
@@ -305,7 +318,7 @@ def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
     """
 
     def count(num_grads, ends_update):
-        """Count one micro-batch; return the gradients in the sum after it, and at it."""
+        """Count one micro-batch; return the gradients in the sum after it, and with it."""
         num_grads += 1
         return jnp.where(ends_update, 0, num_grads), num_grads
 
@@ -327,12 +340,13 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Make AdamW with learning rate 1; `inner_steps` multiplies each update by its own rate.
 
-    With `decay="all"` all parameters decay. With `decay="matrices"` those do whose label does not
-    end with "other"; `label_params(params)` returns a tree with each leaf's label.
+    With `decay="all"` all parameters decay; with `decay="matrices"` norms and biases do not.
+    `label_params(params)` returns a tree with each leaf's label: "matrix", "embedding", "head" or,
+    for norms and biases, "other"; "stacked_" before it if the first axis counts layers.
     """
 
     def decays(params):
-        """Return a tree of booleans: whether a leaf decays."""
+        """Return a tree of booleans: whether a leaf, by its label, decays."""
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
 
     return optax.adamw(

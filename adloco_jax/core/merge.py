@@ -39,7 +39,8 @@ class Candidate(NamedTuple):
 def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
     """Select the `width` smallest requests; of these, the largest is the representative's.
 
-    A small request means little noise: such trainers gain least from staying separate.
+    A small request means little noise: such trainers gain least from staying separate. Returns the
+    positions of their trainers, the representative's first.
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
@@ -48,8 +49,12 @@ def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int,
 
 
 def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """Select the largest request, as the representative's, and the `width` - 1 smallest."""
+    """Select the largest request, as the representative's, and the `width` - 1 smallest.
+
+    Returns the positions of their trainers, the representative's first.
+    """
     by_size = _smallest_first(trainers)
+    # Of equal requests the one at the lower position (`-m`).
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
     worst = [m for m in by_size if m != best][: width - 1]
     return _represented(trainers, [best, *worst])
@@ -77,8 +82,9 @@ def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
     """Order the members of a merge: first the representative, then the others by position.
 
-    The representative has the largest request; of several the lowest position.
+    The representative is the member with the largest request.
     """
+    # Of equal requests the one at the lower position (`-m`).
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
     others = sorted(m for m in members if m != first)
     return (first, *others)
@@ -158,7 +164,8 @@ def merge(
 
     def merge_leaf(leaf_M):
         """Write the members' mean at the representative's position; keep only the survivors."""
-        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):  # the representative's own stays
+        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
+            # Whole numbers and keys are not averaged: those of the representative stay.
             return leaf_M[np.array(survivors)]
         # Average differences from one member, so that equal members are reproduced exactly. Where
         # values are equal the difference is zero, even if they are infinite.
@@ -189,8 +196,8 @@ def merge(
         sizes=tuple(len(own) for own in workers),
     )
 
-    # The trainer, among the members, whose workers keep their inner states: normally the
-    # representative. The workers of the other members take the mean of these states.
+    # The member whose workers keep their inner states: the first that is not masked out. The
+    # workers of the other members take the mean of these states.
     heir = jnp.asarray(chosen)[origin]
     source = np.concatenate(workers)
     old_trainer_R = of_workers(ensemble.sizes)[source]  # of each worker of the result
@@ -223,8 +230,9 @@ def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
     """Move workers between trainers, until trainer m has `sizes[m]` of them.
 
     A trainer keeps its first workers, with their inner states. Its other workers join trainers that
-    have too few (`move_workers`). Workers that no trainer needs are dropped; if there are too few,
-    new ones are added. Raises ValueError unless each trainer has a size, which is at least one.
+    have too few. Workers that no trainer needs are dropped; if there are too few, new ones are
+    added. A worker that joins and a new one take the mean inner state of the workers that the
+    trainer had. Raises ValueError unless each trainer has a size, which is at least one.
 
     Source: docs/algorithm.md, section 4. AdLoCo, section 4.3, divides the workers after each merge.
     """
@@ -243,9 +251,9 @@ def reassign(ensemble: Ensemble, sizes: Sequence[int]) -> Ensemble:
 def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemble:
     """Give trainer m the workers at the positions `workers[m]`; -1 is a new worker.
 
-    Positions are those in arrays [R, ...] of `ensemble`; a worker that is not listed is dropped.
-    A worker that joins a trainer takes the mean inner state of the workers that were there (see
-    `moved_states`), and the trainer's parameters if workers have their own.
+    Positions are those in arrays [R, ...] of `ensemble`; a worker that is not listed is dropped. A
+    worker that joins a trainer takes the mean inner state of the workers that the trainer had, and
+    the trainer's parameters if workers have their own.
     """
     sizes = tuple(len(own) for own in workers)
     listed = np.concatenate(workers).astype(np.int64)  # the old position of each worker, or -1
@@ -254,6 +262,7 @@ def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemb
     stays_R = (listed >= 0) & (of_workers(ensemble.sizes)[source] == trainer_R)
     after = ensemble.replace(sizes=sizes)
     return after.replace(
+        # The means are those before the move, so `ensemble` has the old sizes here.
         inner_state_R=moved_states(ensemble, source, stays_R, trainer_R),
         params_R=moved_params(after, source, stays_R),
     )
@@ -262,8 +271,8 @@ def move_workers(ensemble: Ensemble, workers: Sequence[Sequence[int]]) -> Ensemb
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     """Add workers to the trainer at a position, after its own, until it has `num_workers`.
 
-    They start at the trainer's parameters, with the mean inner state of its workers (`reassign`).
-    Raises ValueError if the trainer does not exist or has more workers already.
+    They start at the trainer's parameters, with the mean inner state of its workers. Raises
+    ValueError if the trainer does not exist or has more workers already.
 
     Source: docs/algorithm.md, section 4; not in the paper.
     """
@@ -322,7 +331,10 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     sizes = [max(1, b * num_workers // total) for b in requested]  # rounded down, but at least 1
 
     def shortfall(i):
-        """Return how far trainer i is below its exact share, to sort by; then lower positions."""
+        """Return a key to sort by: how far trainer i is below its exact share, then its position.
+
+        The position is negative, so that of equal trainers the lower position is the larger key.
+        """
         return requested[i] * num_workers - sizes[i] * total, -i
 
     while sum(sizes) < num_workers:

@@ -21,14 +21,15 @@ from jaxtyping import PyTree
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
     """Make a decorator with which a function also accepts arrays on meshes with explicit axes.
 
-    On explicit axes many operations must name the sharding of their result, so the function runs
-    with automatic axes, and only its results' shardings are prescribed, where they divide evenly.
+    On explicit axes many operations must name the sharding of their result. So the function runs
+    with automatic axes, and only the shardings of its results are prescribed. A dimension that the
+    mesh axes do not divide evenly is not sharded.
 
     Args:
       shardings: `shardings(whole, result, *args, **kwargs)` returns a tree of shardings that is a
         prefix of the result's tree. `replicated` below is an example. `whole` is the replicated
-        sharding, `result` has shapes and dtypes, and the function's arguments, which follow, have
-        shardings in place of arrays.
+        sharding. `result` is what the function returns, with shapes and dtypes in place of arrays.
+        The function's arguments follow, with shardings in place of arrays.
 
     Returns:
       The decorator. If no array is on such a mesh, the decorated function is called as it is.
@@ -48,6 +49,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             mesh = _explicit_mesh(array_shardings.values())
             if mesh is None:
                 return function(*args, **kwargs)
+            # Only arrays can be arguments of `jit`, so the other leaves are bound in `call_with`.
             arrays = [jnp.asarray(leaves[i]) for i in array_shardings]
 
             def call_with(*arrays):
@@ -83,7 +85,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
-    """Return the first mesh that has an explicit axis; None if there is none."""
+    """Return the mesh of the first sharding whose mesh has an explicit axis; None without one."""
     for sharding in shardings:
         mesh: Any = sharding.mesh  # an AbstractMesh, as the sharding is that of an array's type
         if AxisType.Explicit in mesh.axis_types:
@@ -94,7 +96,8 @@ def _explicit_mesh(shardings: Iterable[NamedSharding]) -> AbstractMesh | None:
 def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedSharding:
     """Return `sharding` without the mesh axes that do not divide the dimension they shard.
 
-    `result` has the shape of the array. `sharding` may name fewer or more dimensions.
+    `result` has the shape of the array. `sharding`, which may be that of an array with other
+    dimensions, may name fewer (the others are not divided) or more (these are ignored).
     """
     spec = []
     for dim, axes in zip(result.shape, sharding.spec, strict=False):
@@ -111,8 +114,9 @@ def _where_even(sharding: NamedSharding, result: jax.ShapeDtypeStruct) -> NamedS
 
 
 # Arguments of `on_any_mesh`: functions that return the shardings of a decorated function's results.
-# Of its arguments at most the first matters; `*_` and `**__` take the others, which differ from
-# function to function.
+# `whole` is the replicated sharding, and `result` has the results' shapes. Of the decorated
+# function's arguments, which have shardings in place of arrays, at most the first matters; `*_` and
+# `**__` take the others.
 
 
 def replicated(whole: NamedSharding, result: PyTree, *_: Any, **__: Any) -> PyTree:
@@ -134,9 +138,10 @@ def like_argument_and_replicated(
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """Shard a result like the argument `ensemble`, with its count of rounds replicated.
+    """Shard a result of the class `Ensemble` like the argument `ensemble`.
 
-    The result may have other trainers and workers than the argument, so `sizes` are its own.
+    The count of rounds is replicated. `sizes` are those of the result, because it may have other
+    trainers and workers than the argument.
     """
     everywhere = jax.tree.map(lambda _: whole, result)
     return everywhere.replace(
@@ -151,12 +156,13 @@ def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: An
 def varying_alike(*trees: PyTree) -> PyTree:
     """In `jax.shard_map`, mark arrays as varying over all mesh axes over which one of them varies.
 
-    An array varies over an axis if it differs between the devices along the axis. If parameters did
-    not vary and examples did, JAX would sum the gradients of the parameters over devices. Returns
-    the trees; outside `jax.shard_map` nothing changes.
+    An array varies over an axis if it may differ between the devices along the axis. If examples
+    vary and parameters do not, JAX sums the gradients of the parameters over devices. Returns a
+    tuple of the trees; outside `jax.shard_map` nothing changes.
     """
 
     def varying_axes(leaf):
+        """Return the names of the mesh axes over which an array varies, a frozenset."""
         return jax.typeof(leaf).manual_axis_type.varying
 
     all_axes = frozenset()
@@ -164,6 +170,7 @@ def varying_alike(*trees: PyTree) -> PyTree:
         all_axes = all_axes | varying_axes(leaf)
 
     def vary(leaf):
+        """Mark one array as varying over the axes of all."""
         missing = all_axes - varying_axes(leaf)
         if not missing:
             return leaf

@@ -106,7 +106,10 @@ def by_trainers(
         weights_R = jnp.ones(sum(sizes), jnp.float32)
 
     def one_trainer(trainer_entries):
-        """Aggregate one trainer's workers; return its pseudo-gradient, and whether one counts."""
+        """Aggregate one trainer's workers; return its pseudo-gradient, and whether one is usable.
+
+        `shares` normalises the weights of the usable workers, so that they sum to 1.
+        """
         usable_W, weights_W, difference_W = trainer_entries
         share_W, chosen_W = shares(weights_W, usable_W)
         # Set excluded differences to zero: multiplying by a share of zero would keep a NaN.
@@ -261,11 +264,12 @@ def _workers_shardings(
 ) -> Workers:
     """Return the shardings of the result of `start_round`, whose arguments follow `result`.
 
-    `ensemble` has shardings in place of arrays, `whole` is the replicated sharding. Workers'
-    parameters are sharded over the mesh axes of the first axis of their inner states. Fields that
-    the result lacks get a sharding too, so `accumulate` and `reset_tx` do not matter.
+    `ensemble` has shardings in place of arrays, and `whole` is the replicated sharding. Workers'
+    parameters and sums of gradients are sharded by worker, as the inner states are. Fields that the
+    result lacks get a sharding too, so `accumulate` and `reset_tx` do not matter.
     """
     state_shardings = jax.tree.leaves(ensemble.inner_state_R)
+    # The mesh axes of the first axis of the inner states, which counts workers.
     workers_axes = state_shardings[0].spec[:1] if state_shardings else ()
     by_workers: Any = NamedSharding(whole.mesh, P(*workers_axes))
     count: Any = whole
@@ -299,11 +303,15 @@ def start_round(
     Returns:
       The workers; `inner_steps` trains them, and `outer_update` ends their round.
 
+    Raises:
+      ValueError: If the parameters hold random state, or state that the model changes.
+
     Source: AdLoCo algorithm 1, line 6.
     """
     params_R = ensemble.params_R
     if params_R is None:
         params_R = to_workers(ensemble.params_M, ensemble.sizes)
+    # `without_state` raises ValueError if a user has put random state or batch statistics there.
     workers = Workers(without_state(params_R), ensemble.inner_state_R)
     if reset_tx is not None:
         workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(trainable(params_R)))
@@ -353,8 +361,9 @@ def outer_update(
       reduce_scatter: Applied to the packed differences and to whether each worker is usable, leaves
         [R, ...], before the aggregation. If workers are spread over devices, pass a constraint that
         shards the parameters and gathers the workers.
-      all_gather: Applied to the packed updates [M, ...], for which see `add_packed`; not called
-        with float32, where the sharding of the new parameters decides.
+      all_gather: Applied to the packed updates of the trainers [M, ...]. If they are spread over
+        devices, pass a constraint that gathers them. Not called with float32, where the sharding of
+        the new parameters decides.
 
     Returns:
       The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
@@ -368,6 +377,7 @@ def outer_update(
       sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, where every worker runs the
       outer optimizer. Here it runs once for each shard, and its updates are sent back.
     """
+    # Two functions, because elsewhere workers and trainers are in different processes.
     difference = pack_differences(ensemble, workers, precision=precision)
     ensemble, norm_M = apply_differences(
         ensemble,
@@ -387,12 +397,12 @@ def outer_update(
 def running_average(
     average_M: PyTree, params_M: PyTree, share_M: Float[Array, " M"] | Sequence[float]
 ) -> PyTree:
-    """Move each trainer's average to its parameters after a round, in their dtype.
+    """Move each trainer's average towards its parameters after a round; return the new averages.
 
     `share_M`, 0 to 1, is the share of the old average: 0 gives `params_M`, 1 the old average. If
     it is 1 - 1 / n after round n, up to a limit, the average is the plain mean of the first
-    rounds, and then exponential; the initial parameters do not enter. Returns the new averages, of
-    which leaves that are not floats are those of `params_M`.
+    rounds, and then exponential; the initial parameters do not enter. The new averages have the
+    dtypes of `params_M`, and its leaves where these are not floating-point.
     """
     share_M = jnp.asarray(share_M, jnp.float32)
 
@@ -446,6 +456,7 @@ def pack_differences(
     is_single_R = _are_single(ensemble) if single_R is None else np.array(single_R)
 
     def subtract(start_R, end_R):
+        """Return one leaf's difference, in float32."""
         # Cast after the subtraction: a float64 update may be smaller than the spacing of float32.
         difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
         return difference_R.astype(jnp.float32)
@@ -453,7 +464,8 @@ def pack_differences(
     start_R = to_workers(trainable(ensemble.params_M), ensemble.sizes)
     end_R = trainable(workers.params_R)
     difference_R = jax.tree.map(subtract, start_R, end_R)
-    # Check the reversed difference: XLA would store a difference that has two uses.
+    # Check the reversed difference, which is finite where the difference is. XLA would store a
+    # difference that has two uses; this one is computed within the check.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
     if precision == "float32" or is_single_R.all():  # nothing is quantised
         return Differences(difference_R, None, usable_R)
@@ -547,6 +559,7 @@ def apply_differences(
     )
     norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
+    # A transformation may widen the dtypes of its state; the ensemble keeps them.
     updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if skip_single:
@@ -573,10 +586,11 @@ def apply_differences(
 
 
 def add_packed(params_M: PyTree, packed_M: PyTree, precision: Precision) -> PyTree:
-    """Add packed updates, those handed to `all_gather` in `outer_update`, to trainers' parameters.
+    """Add packed updates of the outer optimizer to trainers' parameters; return the new parameters.
 
-    Leaves of `params_M` and of the result are [M, ...]. The result has the same bits as the new
-    parameters in `outer_update`, on every device.
+    `packed_M` is what `outer_update` hands to `all_gather`. Leaves of `params_M` and of the result
+    are [M, ...]. The result has the same bits as the new parameters in `outer_update`, on every
+    device.
     """
     start_M = trainable(params_M)
     like_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), start_M)
@@ -613,6 +627,7 @@ def _quantised_if_sent(
         return arrived_M
 
     def keep_single(arrived, exact):
+        """Put the exact updates of trainers with one worker back, in one leaf."""
         return arrived.at[single_M].set(exact[single_M])
 
     return jax.tree.map(keep_single, arrived_M, updates_M)

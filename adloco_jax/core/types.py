@@ -202,7 +202,7 @@ def trainable(params: PyTree) -> PyTree:
 
 
 def without_state(params: PyTree) -> PyTree:
-    """Return `params`; raise ValueError if they hold random state, or state that the model changes.
+    """Return `params`; raise ValueError if they hold state that is no parameter.
 
     Random state, such as that of NNX's Dropout, would be the same for all workers and in all
     updates. Batch statistics, of Linen or NNX, are no function of the parameters.
@@ -215,7 +215,7 @@ def without_state(params: PyTree) -> PyTree:
         return {kind.__name__ for kind in classes if kind.__module__.startswith("flax.")}
 
     def is_variable(node):
-        """Whether a node is a variable of NNX that is no parameter."""
+        """Return whether a node is a variable of NNX that is no parameter."""
         return "Variable" in flax_classes(node) and "Param" not in flax_classes(node)
 
     for path, node in jax.tree.leaves_with_path(params, is_leaf=is_variable):
@@ -247,7 +247,7 @@ def with_trainable(params: PyTree, values: PyTree) -> PyTree:
 
 
 # The label of a parameter by the names in its path, without a number at their ends: norm_2/scale
-# has the names norm and scale. The first label counts whose pattern fits one of the names.
+# has the names norm and scale. The first label counts whose pattern fits one of these names.
 _PATTERNS = {
     "other": r"\w*norm\w*|ln\w*|\w*bias|scale|gain",
     "head": r"(lm_?|output_)?head|unembed\w*|logits|classifier",
@@ -265,12 +265,13 @@ def label_by_name(
     `known(path, leaf)` labels keeps this label; where it returns None, the rules above decide.
 
     Raises:
-      ValueError: If a leaf without such a name has more than two axes, which may count layers. Also
-        if it may be an embedding or the head: no leaf is labelled as an embedding, or it has the
-        shape of one.
+      ValueError: If a leaf that no name labels has more than two axes, of which one may count
+        layers; or has two and may be an embedding or the head, because no leaf is labelled as an
+        embedding, or because it has the shape of one.
     """
 
     def path_name(path):
+        """Return a leaf's path as text, its parts joined by slashes."""
         return jax.tree_util.keystr(path, simple=True, separator="/")
 
     def label_one(path, leaf):
@@ -329,12 +330,13 @@ def is_key(leaf: Array) -> bool:
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """Return `tree` with the leaves' dtypes of `like`, which an optax update may have widened.
+    """Cast the leaves of `tree` to the dtypes of those of `like`, which has the same structure.
 
-    Both have the same structure. PRNG keys stay as they are.
+    An optax update may have widened them. PRNG keys stay as they are.
     """
 
     def cast(leaf, old):
+        """Cast one leaf, unless it is a PRNG key."""
         return leaf if is_key(old) else leaf.astype(old.dtype)
 
     return jax.tree.map(cast, tree, like)
@@ -379,7 +381,7 @@ def init(
     Source: AdLoCo algorithm 1, lines 1-3.
     """
     if sizes is None:
-        trainers = max(num_trainers, 1)  # zero trainers are refused below
+        trainers = max(num_trainers, 1)  # no division by zero; zero trainers are refused below
         # The workers of the first m trainers are the share m / M of the pool, rounded up.
         ends = [-(-m * num_workers // trainers) for m in range(trainers + 1)]
         sizes = np.diff(ends)
@@ -420,9 +422,9 @@ def init(
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """Take trainers with their workers out of the stack, to run a round of them separately.
 
-    `trainers` are distinct positions, in the order of the result. Raises ValueError if there is
-    none, one repeats or one is out of range. `round` is that of the whole stack; see `put` if a
-    round runs in several groups.
+    `trainers` are distinct positions, in the order of the result. `round` of the result is that of
+    the whole stack; `put` writes trainers back. Raises ValueError if there is no position, one
+    repeats or one is out of range.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -452,8 +454,8 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     If instead each group is taken from the result of `put`, for instance because `start` was
     donated, end with `ensemble.replace(round=first + 1)`, `first` being the count at the start.
 
-    Raises ValueError if positions repeat or are out of range, or `sub` has other numbers of workers
-    than the trainers there.
+    Raises ValueError if there is no position, one repeats or one is out of range, or if `sub` has
+    other numbers of workers than the trainers there.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -462,6 +464,7 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
         raise ValueError(f"sub has trainers of {sub.sizes} workers, expected {taken}, as taken")
 
     def write(tree, index, part):
+        """Write the leaves of `part` into those of `tree`, at positions of the first axis."""
         return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), tree, part)
 
     return ensemble.replace(
@@ -503,6 +506,7 @@ def map_trainers(
         """Call the function on trainers with `size` workers each, from worker `first` on."""
 
         def split(leaf_R):
+            """Return the neighbours' entries of a leaf, [num_trainers, size, ...]."""
             leaf = leaf_R[first : first + num_trainers * size]
             return leaf.reshape(num_trainers, size, *leaf.shape[1:])
 
@@ -514,7 +518,7 @@ def map_trainers(
         count = len(list(neighbours))
         results.append(call_on_neighbours(first, count, size))
         first += count * size
-    if len(results) == 1:
+    if len(results) == 1:  # nothing to concatenate, which would copy
         return results[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
 
@@ -540,8 +544,9 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
     chosen_X = jnp.where(any_weight, weighted_X, usable_X)
-    # Smaller units keep the sum of large weights finite; 2**-64 loses no bits. Dividing by the
-    # largest weight would need two divisions, which XLA merges into one by an infinite product.
+    # Smaller units keep the sum of large weights finite; 2**-64, a power of two, loses no bits. To
+    # divide by the largest weight, and then by the sum, would not do: XLA merges two divisions into
+    # one by the product of the divisors, which may be infinite.
     unit = jnp.where(jnp.any(weighted_X & (weights_X > 1)), 2.0**-64, 1.0)
     relative_X = jnp.where(any_weight, weights_X * unit, 1.0)
     share_X = jnp.where(chosen_X, relative_X, 0.0)
@@ -556,9 +561,9 @@ def squared_norms(tree_X: PyTree) -> Array:
 
 
 def norms(tree_X: PyTree) -> Array:
-    """L2 norms over all leaves [X, ...] together, float32 [X]; without under- or overflow.
+    """L2 norms over all leaves [X, ...] together, float32 [X]; no square under- or overflows.
 
-    Not finite if a value is not. The derivative of a zero norm is zero.
+    A norm is not finite if one of its values is not. The derivative of a zero norm is zero.
     """
     leaves_X = _as_float32(tree_X)
     # The largest absolute value at each index, or 1 if that is zero or not finite.
@@ -566,6 +571,7 @@ def norms(tree_X: PyTree) -> Array:
         jnp.max(jnp.abs(leaf_X), axis=tuple(range(1, leaf_X.ndim)), initial=0.0)
         for leaf_X in leaves_X
     ]
+    # It is only a unit, on which the norm does not depend, so it needs no derivative.
     peak_X = lax.stop_gradient(functools.reduce(jnp.maximum, peak_X_of_leaves))
     peak_X = jnp.where((peak_X > 0) & jnp.isfinite(peak_X), peak_X, 1.0)
 
@@ -610,12 +616,13 @@ def moved_states(
     """
 
     def join(leaf_W):
-        """Return the state of a worker that joins those of a trainer, leaf_W [W, ...]."""
+        """Return the state of a worker that joins a trainer, with workers' states `leaf_W`."""
         if is_key(leaf_W):
             return leaf_W[0]
         mean = jnp.mean(leaf_W.astype(at_least_float32(leaf_W.dtype)), axis=0)
         if not jnp.issubdtype(leaf_W.dtype, jnp.inexact):
             mean = jnp.round(mean)
+        # The mean of equal values may differ from them by rounding.
         is_equal = jnp.all(leaf_W == leaf_W[:1], axis=0)
         return jnp.where(is_equal, leaf_W[0], mean.astype(leaf_W.dtype))
 
@@ -628,9 +635,11 @@ def moved_states(
 
 
 def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) -> PyTree:
-    """Return the workers' own parameters, if any; a worker that moved has its trainer's.
+    """Return the workers' own parameters after a move, or None if workers have none.
 
-    `source` and `stays_R` are as in `moved_states`; `ensemble` has the new trainers and sizes.
+    A worker that moved takes the parameters of its new trainer. `source` has the old position of
+    each worker of the result, and `stays_R` says whether it stays with its trainer. `ensemble` has
+    the new trainers and sizes, and the workers' own parameters in the old order.
     """
     if ensemble.params_R is None:
         return None
