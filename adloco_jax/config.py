@@ -385,7 +385,7 @@ def unknown_key_fault(key: str) -> str:
 def namesakes(key: str) -> list[str]:
     """List the known keys that an unknown one may mean, by its last part, its name.
 
-    They are those with the same name, or whose words begin with its letters (`lr` for
+    They are those with the same name, or with words of which it has the initials (`lr` for
     `learning_rate`). Else those that contain it as words (`batch_size`), or the first two of the
     group that it names. Of several, keys of the same group are preferred. The list may be empty.
     """
@@ -398,8 +398,10 @@ def namesakes(key: str) -> list[str]:
     found = []
     for known in OPTIONS:
         words = names[known].split("_")
-        letters = "".join(word[0] for word in words) if len(words) > 1 else ""
-        if name in (names[known], letters):
+        initials = ""  # one word has none: a single letter may mean too many keys
+        if len(words) > 1:
+            initials = "".join(word[0] for word in words)
+        if name in (names[known], initials):
             found.append(known)
     if not found:
         found = [known for known in OPTIONS if f"_{name}_" in f"_{names[known]}_"]

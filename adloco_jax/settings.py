@@ -765,7 +765,7 @@ class Config(SettingsGroup):
         outer = self.outer
         workers = self.ensemble
         source = tables["DATA_SOURCES"][self.data.source]
-        has_columns = "text_column" in source.needs  # `needs`: the options that the source uses
+        has_columns = "text_column" in source.needs  # `needs`: what must not be empty
         architecture = tables["ARCHITECTURES"][self.model.arch]
         is_labelled = architecture.data == "labelled"  # whether each row has a class
         # Whether the batch-size test measures gradients; others are schedules.

@@ -168,8 +168,8 @@ def fit(
 
     Args:
       settings: A config, or the result of `validate`. Of the groups `model` and `data` training
-        uses only `model.arch` (labels of parameters), `model.remat`, `model.width` (passes on a
-        CPU), `data.sequence_length` and `data.subset_frac`.
+        uses only `model.arch` (labels of parameters), `model.remat`, `model.width` (how many rows
+        a CPU takes at once), `data.sequence_length` and `data.subset_frac`.
       corpus: The rows to train on and the held-out rows: `ArrayRows`, or an object with the methods
         of `engine.inputs.Rows`.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean loss over int32 rows [B, L + 1]. If it
@@ -194,9 +194,10 @@ def fit(
         heads unlike; docs/extend.md. None: by names, and refused if these do not say.
       on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
         the last call, such as `round` and `eval`. A failed round is repeated.
-      command: As in `train`.
-      accept_config_change: As in `train`.
-      accept_data_change: As in `train`.
+      command: The command line, for the ledger and the report.
+      accept_config_change: Whether a resumed run may continue with changed settings, such as
+        another learning rate.
+      accept_data_change: Whether a resumed run may continue with other data.
 
     Raises:
       ConfigError: For an argument that cannot be used, an optimizer that the settings also name, or

@@ -93,7 +93,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
-    add_entries(options.config)
+    add_entries(options.config)  # table entries that the run names, such as an architecture
     out = options.out or Path(options.run) / "export"
     trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
     dtype = save(
@@ -127,7 +127,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.cli.writing import chat, complete, load_writer
     from adloco_jax.run.kept.folder import refuse_fit
 
-    add_entries(options.config)
+    add_entries(options.config)  # table entries that the run names, such as an architecture
     folder = options.model
     if is_run(folder):
         refuse_fit(Path(folder))  # a run of `fit` has a model of the user, maybe no Llama
@@ -152,7 +152,7 @@ def generate(options: argparse.Namespace, command: str) -> None:
 
     if options.chat is None:
         complete(writer, options.prompt, num_samples=num_samples)
-    elif options.chat == "":  # a person asks
+    elif options.chat == "":  # a person asks, and gets one answer to go on from
         chat(writer, _lines(), num_samples=1)
     else:
         chat(writer, [options.chat], num_samples=num_samples)

@@ -311,7 +311,7 @@ def all_end() -> bool:
     If not, the caller must end this process without JAX's shutdown (`os._exit`): at exit JAX waits
     five minutes for processes that may wait for this one, then aborts all of them.
     """
-    if jax._src.distributed.global_state.client is None:
+    if jax._src.distributed.global_state.client is None:  # `connect` was not called: one process
         return True
     try:
         _client().wait_at_barrier("the end", _END_MS)

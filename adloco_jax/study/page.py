@@ -99,10 +99,11 @@ def tabs(name: str, panels: Mapping[str, Panel]) -> str:
 def table(
     caption: str, rows: Sequence[Mapping[str, str]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
-    """Return the HTML of a table, a dictionary for each row, all with the same columns.
+    """Return the HTML of a table with a caption.
 
-    The first `texts` columns are text, the others numbers; the first cell is the row's heading. In
-    a legend it also shows the number and the line style of the row's curve.
+    `rows` has one row at least: its texts by the names of the columns, which are the same in all
+    rows. The first `texts` columns are text, the others numbers. The first cell is the row's
+    heading; in a legend it also shows the number and the line style of the row's curve.
     """
     # The HTML attribute of the cells of each column; numbers need none.
     classes = [' class="text"' if column < texts else "" for column in range(len(rows[0]))]

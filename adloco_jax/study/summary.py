@@ -212,14 +212,16 @@ def goodput(events: Sequence[dict]) -> float | None:
         tokens += group_tokens
         up_s += group_up_s
         trainers = {e["trainer"] for e in group}
+        none_compiles = trainers <= started
         all_counted = all(e.get("workers_counted") == e["workers"] for e in group)
-        if not follows_learner_line and trainers <= started and all_counted:
+        if not follows_learner_line and none_compiles and all_counted:
             calm_tokens += group_tokens
             calm_up_s += group_up_s
         started.update(trainers)
     if not up_s or not calm_tokens:
         return None
-    return tokens / up_s * calm_up_s / calm_tokens  # by the rate, calm_tokens / calm_up_s
+    # The tokens, over the seconds times the rate, which is calm_tokens / calm_up_s.
+    return tokens / up_s * calm_up_s / calm_tokens
 
 
 def _written_with(event: dict) -> tuple:

@@ -182,7 +182,10 @@ def check_own(settings: Settings, model: Model, corpus: Rows) -> Settings:
         raise ConfigError(f"adapter.rank = {rank}: loss_fn decides what is trained; set 0")
 
     # Parameters, their labels, and optimizers.
-    params = _checked_params("init_fn" if model.params is None else "params", model.init_fn)
+    given = "params"  # the argument from which the parameters are
+    if model.params is None:
+        given = "init_fn"
+    params = _checked_params(given, model.init_fn)
     labels = labeller(settings.model.arch, model.label_params)
     # Raises ConfigError for a parameter whose label is needed and not known.
     parameter_labels(params, labels, inner=settings.inner, outer=settings.outer)

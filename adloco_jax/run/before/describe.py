@@ -109,8 +109,10 @@ def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
         return []
     names_by_label: dict[str, list[str]] = {}
     for name, label in labels.items():
-        if tx == "muon":
-            label = "muon" if label.endswith("matrix") else f"adamw ({label})"
+        if tx == "muon" and label.endswith("matrix"):  # those of hidden layers
+            label = "muon"
+        elif tx == "muon":
+            label = f"adamw ({label})"
         pattern = re.sub(r"\d+", "*", name)
         patterns = names_by_label.setdefault(label, [])
         if pattern not in patterns:
@@ -247,8 +249,10 @@ def _fragments(spec: ProgramSpec) -> list[str]:
     if not outer.own_params:  # workers keep parameters of their own only in Streaming DiLoCo
         return []
     delay = outer.delay_updates
+    arrival = "is waited for"
+    if delay:
+        arrival = f"arrives {counted(delay, 'update')} later"
     # `num_micro_batches`: from one fragment's synchronisation to the next one's.
-    arrival = f"arrives {counted(delay, 'update')} later" if delay else "is waited for"
     return [
         f"fragments: {outer.fragments}, one every {counted(spec.num_micro_batches, 'update')},"
         f" which {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"

@@ -352,7 +352,7 @@ _KINDS = {
 
 
 def kinds() -> list[str]:
-    """Describe, in a line each, the kinds that `--device` can name: memory, numbers of chips."""
+    """Return a line on each kind of device that `--device` can name: memory, numbers of chips."""
     lines = []
     for name, kind in _KINDS.items():
         counts = ", ".join(map(str, kind.arrangements))

@@ -157,7 +157,7 @@ class Saver:
         if only_if_ended and not pending.done():
             return
         self._pending = None
-        pending.result()
+        pending.result()  # waits, and raises the save's error
 
     def close(self) -> None:
         """Wait until the last save has ended, and end the thread; its failure is not raised."""

@@ -197,6 +197,7 @@ class Trackers:
         history = [*self._history, start]
         stack = contextlib.ExitStack()
         send = stack.enter_context(LOGGERS[name](self._workdir, history))
+        # Stored before lines are sent, so that an error of `send` closes the tracker.
         self._stacks[name] = stack
         self._sends[name] = send
         for line in history:

@@ -186,7 +186,10 @@ class Recorder:
         )
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Write the `end` line: the reason is "finished", "preempted" or "diverged"."""
+        """Write a line on memory, and the `end` line.
+
+        Its `reason` is "finished", "preempted" or "diverged".
+        """
         self.write_memory(control)
         line: dict[str, Any] = {"reason": reason, "rounds": control.round, **_totals(control)}
         if self.seconds:  # none if no round was left to run in this process
@@ -384,7 +387,7 @@ class Checkpoints:
         """
         index = state.control.round
         folder = self.saver.folder
-        self.saver.wait()
+        self.saver.wait()  # so that a save that is under way is in the list below
         # A donated array is deleted.
         is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.ensemble))
         # Round 0 has nothing to save: a run that is resumed without a checkpoint begins again.
