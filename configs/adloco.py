@@ -17,8 +17,10 @@ from adloco_jax.configs import microllama, quickstart
 
 def get_config() -> ConfigDict:
     """Return the config of the paper's experiment, with the quickstart's model and text."""
-    config, small = microllama.get_config(), quickstart.get_config()
-    config.model, config.data = small.model, small.data  # float32
+    config = microllama.get_config()
+    small = quickstart.get_config()
+    config.model = small.model  # in float32
+    config.data = small.data
     config.data.num_sequences = None  # all of the text
     config.inner.learning_rate = 1e-3  # DEPARTURE: 2e-5 is for trained weights
     config.batching.max_batch_size = 8  # sequences; a size that a CPU computes well

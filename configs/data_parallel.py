@@ -21,7 +21,8 @@ def get_config() -> ConfigDict:
     config.outer.learning_rate = config.inner.learning_rate
     config.inner.tx = "sgd"
     config.inner.learning_rate = 1.0
-    num_steps, config.inner.steps_per_round = config.inner.steps_per_round, 1
+    num_steps = config.inner.steps_per_round
+    config.inner.steps_per_round = 1
     config.num_rounds *= num_steps
     config.eval.every_rounds *= num_steps
     config.log.every_rounds *= num_steps

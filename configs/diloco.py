@@ -31,8 +31,9 @@ def as_published() -> ConfigDict:
     config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.ensemble.num_workers = None  # one for each learner; four without learners
     config.batching.test = "constant"
-    config.batching.max_batch_size, config.batching.batch_cap = "auto", None  # the first batch
-    config.batching.buckets = ()
+    config.batching.max_batch_size = "auto"
+    config.batching.batch_cap = None  # no growth: the cap is the first batch
+    config.batching.buckets = ()  # the default: 1, 2, 3, 4, 6, 8, ...
     config.merge.policy = "none"
     return config
 
@@ -58,13 +59,15 @@ def get_config(size: str | None = None) -> ConfigDict:
 def _resize(config: ConfigDict, size: str) -> None:
     """Set a larger model, and text, batches and tokens for it."""
     layers = LAYERS[size]
-    config.num_rounds, config.num_tokens = None, MILLION_TOKENS[size] * 1_000_000
+    config.num_rounds = None  # tokens end the run
+    config.num_tokens = MILLION_TOKENS[size] * 1_000_000
 
     config.model.vocab_size = 32_000
     config.model.width = 64 * layers
     config.model.num_layers = layers
-    # 128 numbers per head, as fast attention kernels want
-    config.model.num_heads = config.model.num_kv_heads = layers // 2
+    config.model.num_heads = layers // 2  # 128 numbers per head, as fast attention kernels want
+    config.model.num_kv_heads = layers // 2
+    # 8/3 of the width, as in Llama, rounded down to a multiple of 16.
     config.model.mlp_width = 8 * config.model.width // 3 // 16 * 16
     config.model.max_length = 512  # tokens
     config.model.dtype = "bfloat16"

@@ -25,7 +25,8 @@ def get_config() -> ConfigDict:
 
     config.model.dtype = "bfloat16"
     config.model.loss_chunk = 1  # the logits of 512 tokens of Qwen3 take 311 MB
-    config.adapter.rank, config.adapter.alpha = 16, 32.0
+    config.adapter.rank = 16
+    config.adapter.alpha = 32.0  # twice the rank, as usual
     config.data.sequence_length = 512  # tokens
 
     config.ensemble.num_trainers = 1

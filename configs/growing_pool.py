@@ -27,13 +27,15 @@ def get_config(size: str | None = None) -> ConfigDict:
     """
     config = diloco.get_config(size)
     if size is None:
-        config.num_rounds, config.num_tokens = None, 1_000_000  # tokens end the run
+        config.num_rounds = None  # tokens end the run
+        config.num_tokens = 1_000_000
         config.ensemble.num_workers = 4
         config.inner.steps_per_round = 60
     else:
         config.inner.max_steps_per_round = 220  # when all workers have joined
     config.ensemble.initial_workers = 1  # gradient noise decides when the others join
-    config.outer.learning_rate, config.outer.momentum = 0.7, 0.9
+    config.outer.learning_rate = 0.7
+    config.outer.momentum = 0.9
     config.outer.skip_single = True  # no outer optimizer before the second worker has joined
 
     config.batching.test = "norm"

@@ -92,9 +92,11 @@ Observer = Callable[[State, Boundary], None]
 
 
 Decide = Callable[[Control, Stats, Mapping[int, RoundPlan]], tuple[Control, list[Decision]]]
-"""`decide(control, stats, plans)` chooses the next sizes of the trainers in `plans`.
+"""`decide(control, stats, plans)` chooses the next sizes of the trainers that have run a round.
 
-`control` has their round counted; `stats` lacks those that measured nothing.
+In `control` this round is counted. `stats` has by trainer id what the workers measured, and lacks
+trainers that measured nothing; `plans` has by trainer id the sizes of the round. Returns a copy of
+`control` with the new sizes, and a decision for each trainer in `plans`.
 """
 
 
@@ -142,12 +144,13 @@ def adloco(
 
     Raises:
       Diverged: If no trainer is left after a round, for which observers are not called.
+      Stopped: By the engine, after a signal.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
 
     def decide(control: Control, stats: Stats, plans: Mapping[int, RoundPlan]):
-        """Choose the next sizes of the trainers that ran, by the configured test."""
+        """Choose the next sizes of the trainers that ran, by the configured batch-size test."""
         return with_batch_sizes(control, stats, settings, plans)  # 4.2, eq. 10-13
 
     while not is_over(state.control, settings):
@@ -156,7 +159,9 @@ def adloco(
         if not state.control.trainers:
             raise Diverged(state, boundary)
         changes = [*boundary.changes]
+        # The count of the slowest trainer; trainers may run at their own pace.
         advanced = state.control.round > before.round
+        # The fraction of the run that is complete.
         done = settings.share_done(state.control.round, state.control.tokens_total)
         if done >= 1:  # after the last round, no worker may keep updates to itself
             state, flushed = engine.flush(state, [*state.control.trainers])
@@ -226,6 +231,7 @@ def start(
     """
     trainers = {}
     num_streams = 0
+    # `sizes` has the number of each trainer's workers.
     for m, size in enumerate(ensemble.sizes(whole_pool=whole_pool)):
         streams = [*range(num_streams, num_streams + size)]
         trainers[m] = Trainer(requested_batch_size=batching.initial_batch_size, streams=streams)
@@ -292,7 +298,8 @@ def merge_trainers(
     if changes:  # the flush has changed parameters
         losses = guard_losses(state, engine)
 
-    # Try the merge on the guard rows.
+    # Try the merge: the barrier is the guard loss of the members' weighted mean, minus the weighted
+    # mean of the members' guard losses.
     weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
     (after,) = engine.losses(state, [dict(zip(members, weights, strict=True))])
@@ -314,6 +321,7 @@ def merge_trainers(
         )
         changes += flushed
 
+    # The communication: `syncs` and `bytes`.
     cost = merge_cost(
         engine.state_bytes, num_absorbed=len(members) - 1, num_joining=num_joining, refused=refused
     )
@@ -394,6 +402,8 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
         absorbed_streams += changed.trainers.pop(m).streams
     representative.streams += sorted(absorbed_streams)
 
+    # A trainer keeps its first workers, as many as it shall have; the others move to trainers that
+    # have too few.
     remaining = changed.trainers.values()
     sizes = allocate_workers([t.demand for t in remaining], control.num_workers)
     divided = divide_workers([t.streams for t in remaining], sizes)
@@ -408,12 +418,12 @@ def joining_workers(
 ) -> list[tuple[int, int]]:
     """List the trainers that workers join now, as pairs (trainer id, new number of workers).
 
-    With `ensemble.spawn_frac`, all workers join as soon as that fraction of the run is complete;
-    `done` is the fraction that is. Otherwise a trainer gets the workers that its batch-size tests
-    have requested, as far as workers of the pool are free. Earlier trainers are served first.
+    `done` is the fraction of the run that is complete. If `ensemble.spawn_frac` is set, all workers
+    join as soon as `done` reaches it. Otherwise a trainer gets the workers that its batch-size
+    tests have requested, as far as workers of the pool are free. Earlier trainers are served first.
     """
     trainers = control.trainers
-    # None: all workers are there from the start. At 1, no round follows in which to work.
+    # `initial_workers` None: all workers are there from the start. At `done` 1 no round follows.
     if ensemble.initial_workers is None or done >= 1:
         return []
     sizes = control.sizes
@@ -421,7 +431,7 @@ def joining_workers(
     if ensemble.spawn_frac is None:
         wanted = tuple(trainer.requested_workers for trainer in trainers.values())
     elif done >= ensemble.spawn_frac:
-        wanted = even_sizes(len(trainers), ensemble.num_workers)  # as the plan has them
+        wanted = even_sizes(len(trainers), ensemble.num_workers)  # the whole pool, evenly divided
     else:  # the time has not come: nobody joins
         wanted = sizes
     joining = []
@@ -458,8 +468,8 @@ def spawn_workers(
 ) -> tuple[State, dict]:
     """Add workers of the pool to a trainer, up to `num_workers`, in one communication.
 
-    If trainers were merged, or a merge refused, after the same round (`merged_now`), this is part
-    of the merge's communication, which is counted already.
+    If trainers were merged after the same round, or a merge was refused, `merged_now` is true: this
+    is then part of the merge's communication, which is counted already.
 
     Returns the state, and the fields of the ledger line.
     """
@@ -490,6 +500,6 @@ def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:
     if not measured:
         return {}
     means = {}
-    for name in measured[0]:
+    for name in measured[0]:  # all have the same names
         means[name] = sum(sums[name] for sums in measured) / len(measured)
     return means

@@ -180,7 +180,7 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, Work] | None = None,
 ) -> tuple[Control, dict[int, dict[str, int]]]:
-    """Count a round that has ended, in a copy of `control`.
+    """Count a round that has ended, in a copy of `control`; return the copy and the costs.
 
     Args:
       control: The host's data before the round.
@@ -214,6 +214,7 @@ def count_round(
         tokens = sum(each.num_learned for each in work.values()) * sequence_length
         cost = sync_cost(len(work), sync_bytes, num_syncs)
         spent[m] = {"updates": num_updates, "tokens": tokens, **cost}
+    # The round of the run is that of its slowest trainer.
     control.round = min(control.rounds_of(m) for m in control.trainers)
     control.tokens_total += sum(cost["tokens"] for cost in spent.values())
     control.updates_total += sum(cost["updates"] for cost in spent.values())
@@ -240,7 +241,10 @@ def count_flush(
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
-    """Return the host's data with the cost of a synchronisation added to the totals of the run."""
+    """Return a copy of `control` with the cost of a synchronisation added to its totals.
+
+    `cost` has the number of synchronisations, `syncs`, and their `bytes`.
+    """
     return dataclasses.replace(
         control,
         syncs_total=control.syncs_total + cost["syncs"],
@@ -252,7 +256,8 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
     """Return the synchronisations (`syncs`) and `bytes` of a trainer in a round.
 
     A ring all-reduce among m workers moves 2 (m - 1) times `sync_bytes`, the size of a
-    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6).
+    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). A single worker sends
+    nothing.
     """
     if num_workers <= 1:
         return {"syncs": 0, "bytes": 0}

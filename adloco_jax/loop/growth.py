@@ -2,7 +2,11 @@
 
 A batch-size test requests a batch from measured gradient noise and signal (|G|^2, the squared norm
 of the true gradient). A schedule, such as `ramp`, measures nothing. Growth is blind if the measured
-signal is not positive. Free workers are those of the pool that no trainer has yet.
+signal is not positive. Free workers are those of the pool that no trainer has yet. A trainer is
+quarantined, which means removed, if its workers only skip updates.
+
+The size of a trainer is its number of workers, its round length (a multiple of the shortest round)
+and its batch per worker. `Size.total` is the product of the three.
 """
 
 import copy
@@ -39,7 +43,7 @@ def measures_gradients(batching: BatchingSettings) -> bool:
 
 
 def measures_inner_products(batching: BatchingSettings) -> bool:
-    """Whether the configured batch-size test needs inner products of gradients."""
+    """Return whether the configured batch-size test needs inner products of gradients."""
     return BATCH_TESTS[batching.test].needs == "inner_products"
 
 
@@ -59,7 +63,7 @@ def with_batch_sizes(
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings.batching)
-    free = _workers_for_tests(control, settings.ensemble)
+    free = _workers_for_tests(control, settings.ensemble)  # workers that may still join
     decisions = []
     with np.errstate(all="ignore"):  # values that are not finite keep the batch
         for m in trainers:
@@ -71,7 +75,7 @@ def with_batch_sizes(
                 decision = Decision(size, "kept" if size == now else "schedule")
             elif m not in stats:
                 decision = Decision(now, "skipped")
-            else:
+            else:  # `pool` combines the statistics of the trainer's workers
                 decision = _tested(
                     trainer, pool(stats[m]), request, now, free, settings.batching, settings.inner
                 )
@@ -89,10 +93,10 @@ def with_growth(
     batching: BatchingSettings,
     inner: InnerSettings,
 ) -> Control:
-    """Return a copy of `control` in which each trainer requests `growth` times its present size.
+    """Return a copy of `control` in which each trainer requests `growth` times its `Size.total`.
 
-    Size means `Size.total`. Growth ends at the limits of the settings and at the workers that are
-    free, for which earlier trainers are served first.
+    So it predicts what a batch-size test may request. Growth ends at the limits of the settings and
+    at the workers that are free; earlier trainers are served first.
     """
     control = copy.deepcopy(control)
     free = _workers_for_tests(control, ensemble)
@@ -112,7 +116,10 @@ def with_growth(
 
 
 def free_workers(control: Control, ensemble: EnsembleSettings) -> int:
-    """Return the number of workers that may still join; those of quarantined trainers may not."""
+    """Return the number of workers that may still join: those of the pool that no trainer has had.
+
+    The workers of quarantined trainers do not join another.
+    """
     if ensemble.initial_workers is None:  # all workers are there from the start
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
@@ -121,7 +128,7 @@ def free_workers(control: Control, ensemble: EnsembleSettings) -> int:
 
 def _workers_for_tests(control: Control, ensemble: EnsembleSettings) -> int:
     """Return the number of workers that may join because a batch-size test requests them."""
-    if ensemble.spawn_frac is not None:  # they all join at that time
+    if ensemble.spawn_frac is not None:  # all join at that fraction of the run, whatever tests say
         return 0
     return free_workers(control, ensemble)
 
@@ -137,9 +144,17 @@ def grown(
 ) -> Size:
     """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
-    They grow in the order of `batching.growth`, each up to its cap before the next; nothing
-    shrinks, and workers at most double. `request` is in sequences per worker, for the present
-    number of workers; if it is not finite, nothing changes. `limit` bounds the new `Size.total`.
+    They do if `Size.total` is `request` times the present number of workers. They grow in the order
+    of `batching.growth`, each up to its cap before the next; nothing shrinks, and workers at most
+    double.
+
+    Args:
+      now: The present size.
+      request: The requested batch, in sequences per worker. If it is not finite, nothing changes.
+      batching: The order of growth, and the limits of the batch.
+      inner: The limits of the round length.
+      limit: The largest `Size.total` that is allowed.
+      free_workers: Number of workers that may join.
     """
     if not math.isfinite(request):
         return now
@@ -149,7 +164,7 @@ def grown(
         # The request per worker, if the workers that have just been added share it.
         share = request * (now.num_workers / size.num_workers)
         if quantity == "workers":
-            per_worker = size.round_length * size.batch_size
+            per_worker = size.round_length * size.batch_size  # what a worker adds to the total
             most = min(size.num_workers + free_workers, limit // per_worker)
             needed = min(math.ceil(share * size.num_workers / per_worker), most)
             if needed > size.num_workers:

@@ -49,9 +49,9 @@ def round_plans(
 def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
     """Return the updates of a trainer's next round.
 
-    They are `steps_per_round` times the rule's factor (of `ROUND_LENGTHS`) and the trainer's round
-    length, but no more than the run's limit of tokens leaves, and at least `steps_per_round`. They
-    are at most `max_steps_per_round`.
+    They are `steps_per_round` times the trainer's round length and the factor of the configured
+    rule (in `ROUND_LENGTHS`), but no more than the run's limit of tokens leaves, and at least
+    `steps_per_round`. They are at most `max_steps_per_round`.
     """
     inner = settings.inner
     trainer = control.trainers[trainer_id]
@@ -69,7 +69,7 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
 
     # All lengths below are in multiples of `steps_per_round`.
     left = math.inf  # the length after which the run has its tokens
-    if math.isfinite(settings.last_token):
+    if math.isfinite(settings.last_token):  # infinite: the run has no limit of tokens
         sequences = 0  # of one update of all workers
         for m, each in control.trainers.items():
             size, accum = _micro_batches(control, m, settings.batching, settings.switch)
@@ -93,6 +93,8 @@ def _micro_batches(
 
     The size is rounded up to one of `batching.buckets`, so that few programs are compiled.
     """
+    # A requested batch that is larger than fits on a device is clipped, or divided into several
+    # micro-batches (the paper's switch mode).
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[trainer].requested_batch_size,
@@ -111,9 +113,9 @@ def learning_rate(
 ) -> np.ndarray:
     """Return the learning rate, float64, of inner updates; `updates` and `tokens` broadcast.
 
-    Warm-up follows the trainer's own `updates`, which no reset or merge restarts. The schedule
-    after it follows them too or, with a token limit, the `tokens` of all trainers together; with
-    both limits, the one that ends first.
+    `updates` counts the inner updates of a trainer before this one; warm-up follows them. `tokens`
+    counts those of all trainers so far. The schedule after warm-up follows `updates` if the run has
+    a limit of rounds, `tokens` if it has a limit of tokens; with both, the one that ends first.
     """
     inner = settings.inner
     # The 1 in both `max` is for settings without warm-up, or whose updates are all warm-up.
@@ -123,7 +125,7 @@ def learning_rate(
     by_updates = (updates - inner.warmup_updates) / horizon
     by_tokens = tokens / settings.last_token
     done = np.clip(np.maximum(by_updates, by_tokens), 0.0, 1.0)
-    # Where a curve is 1 the rate is whole, and where it is 0 the rate is the fraction `final`.
+    # Where a curve is 1 the rate is the full one; where it is 0, the fraction `final` of it.
     curves = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
     final = inner.final_lr_frac
     return inner.learning_rate * warmup * (final + (1 - final) * curves[inner.schedule])
@@ -134,7 +136,8 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of each micro-batch's update, float32 [T].
 
-    `round_tokens` are the tokens of all trainers in this round.
+    `round_tokens` are the tokens of all trainers in this round. They are counted as if they were
+    read in equal parts by its updates.
     """
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps  # position in the round
     rate_T = learning_rate(
