@@ -1,7 +1,9 @@
 """Where the objects of driver and learners are: what a `Store` asks of a keeper, and two keepers.
 
 An object has a name, such as `driver/1.json`, and bytes. A keeper keeps objects: `Bucket` in S3,
-Google Cloud, Azure or a folder, `Memory` in this process.
+Google Cloud, Azure or a folder, `Memory` in this process. A `Store` reads and writes for driver and
+learner, and repeats requests to a keeper that fail. `Refused` is an error for what another process
+should not have written. obstore is the library that reads and writes buckets.
 """
 
 import contextlib
@@ -17,9 +19,9 @@ from adloco_jax.errors import ConfigError, reason
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-REQUEST_BYTES = 8 * 2**20  # bytes of a piece, in which larger objects are sent
+REQUEST_BYTES = 8 * 2**20  # bytes of a piece; larger objects are sent in several
 SECOND = datetime.timedelta(seconds=1)
-# Words of obstore's errors that have no class of their own.
+# Words in obstore's errors by which kinds are told that have no class of their own.
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
 _DENIED = (
     "403 Forbidden",
@@ -43,7 +45,7 @@ class Denied(Exception):
 
 
 class Busy(Exception):
-    """Error: the keeper asks for another try."""
+    """Error: the server has too many requests, or a fault of its own; it may succeed later."""
 
 
 class Objects(Protocol):
@@ -89,7 +91,7 @@ class Memory:
         self._objects = dict[str, bytes]()  # by name
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none."""
+        """Return the size of an object in bytes and its pieces in order; None if there is none."""
         data = self._objects.get(name)
         if data is None:
             return None
@@ -102,12 +104,12 @@ class Memory:
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether this call has written it."""
-        # One step, as another thread may write meanwhile.
+        # One step, as another thread may write meanwhile. It returns the object that is there then.
         stored = self._objects.setdefault(name, data)
         return stored is data
 
     def delete(self, name: str) -> None:
-        """Delete an object, or raise KeyError."""
+        """Delete an object; raise KeyError if there is none."""
         del self._objects[name]
 
     def names(self) -> list[str]:
@@ -121,7 +123,8 @@ class Bucket:
     def __init__(self, url: str):
         """Open a bucket, such as s3://bucket/run1 or file:///shared/run1, without a request.
 
-        Raises ConfigError for another address, or a missing parent folder.
+        Raises ConfigError if the address is of no such kind, if obstore does not accept it, or if
+        the parent folder of a file:// is missing.
         """
         from obstore.store import from_url
 
@@ -139,18 +142,18 @@ class Bucket:
                 )
             self._folder = folder.resolve()
         try:
-            if self._folder is not None:  # only a server has options for retries and deadlines
+            if self._folder is not None:
                 self._store: Any = from_url(url, mkdir=True)
-            else:
+            else:  # only a server has options for retries and deadlines
                 self._store = from_url(url, retry_config=_retry(), client_options=_client())
         except Exception as error:  # deliberately broad: obstore's errors have no common meaning
             raise ConfigError(f"{url}: {first_line(error)}") from error
 
     def get(self, name: str) -> tuple[int, Iterator[bytes]] | None:
-        """Return the size of an object and its pieces, or None if there is none.
+        """Return the size of an object in bytes and its pieces in order; None if there is none.
 
         Raises Refused if its file is a link, Denied if it may not be read or there is no bucket,
-        Busy if the server asks for another try, and other errors of obstore as they are.
+        Busy if the server is busy or has a fault, and other errors of obstore as they are.
         """
         self._refuse_link(name, Refused)
         with explained():
@@ -163,26 +166,30 @@ class Bucket:
         return response.meta["size"], self._pieces(response)
 
     def _pieces(self, response: Any) -> Iterator[bytes]:
-        """Yield the pieces of an object that is being read; `response` is obstore's GetResult."""
+        """Yield the pieces of an object that is being read; `response` is obstore's GetResult.
+
+        Raises Denied, Busy, or another error of obstore if the rest cannot be read.
+        """
         with explained():
             yield from response.stream(min_chunk_size=REQUEST_BYTES)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it.
 
-        Raises ConfigError if its file is a link, Denied if it may not be written, Busy if the
-        server asks for another try, and other errors of obstore as they are.
+        Raises ConfigError if its file is a link, Denied if it may not be written or there is no
+        bucket, Busy if the server is busy or has a fault, and other errors of obstore as they are.
         """
         self._refuse_link(name, ConfigError)
         with explained():
-            # More pieces at a time would each take longer than a client waits on a slow link.
+            # With more than two pieces at a time each would take so long on a slow link that
+            # obstore would give it up.
             self._store.put(name, data, chunk_size=REQUEST_BYTES, max_concurrency=2)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether this call has written it.
 
-        Raises ConfigError if its file is a link, Denied if it may not be written, Busy if the
-        server asks for another try, and other errors of obstore as they are.
+        Raises ConfigError if its file is a link, Denied if it may not be written or there is no
+        bucket, Busy if the server is busy or has a fault, and other errors of obstore as they are.
         """
         from obstore.exceptions import AlreadyExistsError
 
@@ -203,16 +210,20 @@ class Bucket:
         return sorted(each["path"] for each in self._store.list().collect())
 
     def _refuse_link(self, name: str, error: type[Exception]) -> None:
-        """Raise `error` if the object's file would be reached through a symbolic link.
+        """Raise `error` if the bucket is a folder, and its path to the object has a symbolic link.
 
-        Whoever may write to a shared folder could otherwise direct others to any file.
+        By a link, somebody who may write to a shared folder could make others read or overwrite any
+        file.
         """
-        if self._folder is not None and (self._folder / name).resolve() != self._folder / name:
+        if self._folder is None:
+            return
+        path = self._folder / name
+        if path.resolve() != path:
             raise error(f"{self.address}: {name}: not followed, as it is a link; remove it")
 
 
 def _retry() -> "RetryConfig":
-    """Return how obstore repeats a request itself; a `Store` repeats it for much longer."""
+    """Return how obstore itself repeats a request that fails; a `Store` repeats it for longer."""
     return {
         # Pauses of 0.1 s to 2 s, each twice the one before.
         "backoff": {"init_backoff": SECOND / 10, "max_backoff": 2 * SECOND, "base": 2},
@@ -233,9 +244,10 @@ def _client() -> "ClientConfig":
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Raise obstore's errors as `Denied` or `Busy` if they are of that kind, others as they are.
+    """Turn obstore's errors within the `with` block into `Denied` or `Busy`.
 
-    It is for the errors within the `with` block.
+    It is Denied if the bucket is missing or may not be used, and Busy if the server has too many
+    requests or a fault. Other errors are raised as they are.
     """
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
@@ -256,6 +268,6 @@ def explained() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, cut; obstore adds lines about its Rust code."""
+    """Return an error's first line, cut to a length; obstore adds lines about its Rust code."""
     line, _, _ = str(error).partition("\n")
     return reason(RuntimeError(line), _SHOWN_CHARACTERS)

@@ -22,9 +22,9 @@ _OWNER_ONLY = 0o600  # a file's mode: its owner may read and write it, nobody el
 
 
 def given_key() -> str:
-    """Return the environment's `ADLOCO_KEY`; empty if there is none.
+    """Return the secret key in the environment, `ADLOCO_KEY`; empty if there is none.
 
-    Raises ConfigError if it is too short.
+    Raises ConfigError if it has fewer than 32 characters.
     """
     key = os.environ.get("ADLOCO_KEY", "")
     if 0 < len(key) < _SHORTEST:
@@ -36,7 +36,7 @@ def given_key() -> str:
 
 
 def find_key(path: Path) -> str:
-    """Return the environment's key, else that in the file at `path`, else a new one.
+    """Return the environment's `ADLOCO_KEY`, else the key in the file at `path`, else a new one.
 
     Nothing is written. Raises ConfigError if the environment's is too short.
     """
@@ -51,14 +51,15 @@ def find_key(path: Path) -> str:
 def keep_key(path: Path, key: str) -> None:
     """Write a key to the file at `path`, which only the user may read.
 
-    Nothing is written if the environment has the key, or the file is there.
+    Nothing is written if the environment has a key, or the file is there. Raises ConfigError if
+    the environment's is too short.
     """
     if given_key() or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def open_for_owner(name: str, flags: int) -> int:
-        """Open a file for `open`, which calls this, with the mode `_OWNER_ONLY`."""
+        """Open a file that only its owner may read, from the moment it exists."""
         return os.open(name, flags, _OWNER_ONLY)
 
     with open(path, "x", encoding="utf-8", opener=open_for_owner) as file:
@@ -72,10 +73,10 @@ class Signatures:
     """
 
     def __init__(self, key: str):
-        """Store the key; `run` and `start` are set when they are known."""
+        """Store the key; the caller sets `run` and `start` when they are known."""
         self._key = key.encode()
         self.run = ""  # id of the run
-        self.start = ""  # id of the driver's start
+        self.start = ""  # id of the driver's start, which is new each time it is started
 
     def signed(self, name: str, data: bytes) -> bytes:
         """Return an object's content with its signature."""
@@ -93,8 +94,8 @@ class Signatures:
         """Return the mark and the digits that follow an object's content.
 
         They depend on the run and the driver's start, except where a reader does not know these
-        before: `run.json` says itself which run it is of, a driver's heartbeat which start. Files
-        are the same for every start.
+        yet: it learns the run from `run.json`, and the start from a driver's heartbeat. Served
+        files are the same for every start.
         """
         run = self.run
         start = self.start
@@ -109,7 +110,7 @@ class Signatures:
 
 
 class Unneeded(Signatures):
-    """Signs nothing, where whoever writes an object is known (`served`)."""
+    """Signs nothing, where the driver knows by its connection who writes (`served`)."""
 
     def __init__(self):
         """Begin without a key."""

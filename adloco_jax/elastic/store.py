@@ -3,7 +3,8 @@
 An object has a name and bytes: JSON, or JSON with arrays (safetensors), with a SHA-256 and a
 signature. Its JSON is a `Format`, a message whose fields are checked. Nothing that is read is
 executed or unpickled. `Refused` is raised for an object that is damaged, or is not what it should
-be. A keeper holds the objects: a bucket, or a driver that serves them.
+be. A keeper holds the objects: a bucket, or a driver that serves them. A request is one call of a
+keeper's method, to read or write an object.
 """
 
 import concurrent.futures
@@ -48,7 +49,7 @@ _GROWTH = 1 + 1 / 40  # of the pause between two looks, from one look at an obje
 _TOLD_FAILURES = 3  # failures of a request before the user is told
 LAST_S = 3.0  # how long a driver waits for learners, and for the bucket, after a signal
 _FIRST_TRIES = 4  # failures after which a kind of request that never succeeded is given up
-READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read again
+READ_PAUSES_S = (0.5, 2.0)  # before an object that was refused is read a second and a third time
 _SHOWN_CHARACTERS = 100  # of an error that an object has caused
 _SHA256_DIGITS = 64  # hexadecimal digits, with which an object of `pack` begins
 # A link carries bytes in parts that take so long. It may catch up as much time that it was idle.
@@ -68,16 +69,17 @@ class Link:
         self._using = threading.Lock()
 
     def wait_for(self, num_bytes: float) -> None:
-        """Wait as long as a link of this rate needs for some bytes, after those of other threads.
+        """Wait as long as a link of this rate needs to carry so many bytes.
 
-        Nothing is sent here: the caller sends or has received the bytes. They are taken in parts,
-        so that threads take turns.
+        It carries those of one thread at a time, in small parts, so that threads take turns.
+        Nothing is sent here: the caller sends, or has received, the bytes itself.
         """
         while num_bytes > 0:
             part = min(num_bytes, self._bytes_per_s * _BURST_S)
             with self._using:
                 now_s = time.monotonic()
-                # Of the time that the link was idle, it may catch up `_BURST_S`.
+                # A part begins when the link is free; if it was idle, up to `_BURST_S` before now,
+                # to make up for sleeps that were too long.
                 begin_s = max(self._free_s, now_s - _BURST_S)
                 self._free_s = begin_s + part / self._bytes_per_s
                 wait_s = self._free_s - now_s
@@ -111,7 +113,7 @@ class Store:
         self._download = Link()
 
     def limit_rate(self, link: str) -> None:
-        """Limit the rate of this store's transfers, each direction to `link` by itself.
+        """Limit the rate of this store's uploads to `link`, and that of its downloads as well.
 
         `link` is the option `engine.link`, such as "10Mbit/s"; empty is no limit.
         """
@@ -121,14 +123,14 @@ class Store:
     def get(self, name: str, *, limit: int = JSON_LIMIT) -> bytes | None:
         """Read an object's content; None if there is no object.
 
-        Raises Refused if it has more than `limit` bytes, or is not signed as it must be;
+        Raises Refused if it is empty, has more than `limit` bytes, or is not signed as it must be;
         ResourceError if reads fail for longer than `patience_s` or after a signal, or if the first
-        ones fail; ConfigError if reading is not permitted.
+        ones fail; ConfigError if the first ones are not permitted.
         """
         most_bytes = limit + NUM_BYTES  # with its signature
 
         def read(failures: int) -> bytearray | None:
-            """Read the object, with its signature, after so many tries have failed.
+            """Read the object, with its signature, after so many `failures` of earlier tries.
 
             Returns None if there is no object; raises an error if this try fails too.
             """
@@ -141,10 +143,10 @@ class Store:
                 raise Refused(f"{name}: {size} bytes, expected 1 to {most_bytes}")
             data = bytearray()
             while len(data) < size:
-                length = min(REQUEST_BYTES, size - len(data))
+                length = min(REQUEST_BYTES, size - len(data))  # of the next piece
                 read_piece = functools.partial(next, pieces)
                 piece = self._request_once(read_piece, num_bytes=length, failures=failures)
-                self._download.wait_for(len(piece))
+                self._download.wait_for(len(piece))  # as long as a link of the limited rate needs
                 data += piece
             return data
 
@@ -156,8 +158,8 @@ class Store:
     def read_message(self, name: str, kind: type[F]) -> F | None:
         """Read an object of JSON, which `to_json` made; None if there is no object.
 
-        Raises Refused if it is damaged, not signed, or no message of this kind; ResourceError or
-        ConfigError if it cannot be read.
+        `kind` is the class of the message. Raises Refused if the object is damaged, not signed, or
+        no such message; ResourceError or ConfigError if it cannot be read (as `get`).
         """
         data = self.get(name)
         if data is None:
@@ -165,7 +167,10 @@ class Store:
         return from_json(data, name, kind)
 
     def valid_message(self, name: str, kind: type[F]) -> F | None:
-        """Read an object of JSON; None if there is no object, or `read_message` would refuse it."""
+        """Read an object of JSON; None if there is no object, or it is damaged or no such message.
+
+        Raises ResourceError or ConfigError if it cannot be read.
+        """
         with contextlib.suppress(Refused):
             return self.read_message(name, kind)
         return None
@@ -175,14 +180,16 @@ class Store:
     ) -> tuple[F, PyTree, int]:
         """Read an object of JSON and arrays, which `pack` made.
 
-        It is read again if it was damaged on its way. Raises Refused if it is missing, or refused
-        each time; ResourceError or ConfigError if it cannot be read.
+        It is read up to three times, as it may have been damaged on its way. Raises Refused if it
+        is missing, damaged, or not what it should be each time; ResourceError or ConfigError if it
+        cannot be read.
 
         Args:
           name: The object's name.
           limit: Its largest size in bytes.
-          kind: What its JSON is.
-          form: Returns the tree of `jax.ShapeDtypeStruct` that the arrays of a message must have.
+          kind: The class of its message, which is JSON.
+          form: Called with the message; returns the tree of `jax.ShapeDtypeStruct` that its arrays
+            must have. May raise Refused.
 
         Returns:
           The message, the arrays in NumPy as a tree, and the object's size in bytes.
@@ -208,26 +215,26 @@ class Store:
         put = functools.partial(self._objects.put, name, signed)
 
         def write(failures: int) -> None:
-            """Write the object, after so many tries have failed, or raise an error."""
+            """Write the object, after so many `failures` of earlier tries, or raise an error."""
             self._request_once(put, num_bytes=len(signed), failures=failures)
 
-        # Wait first, as long as a link of the limited rate needs; a repeated write waits no more.
+        # As long as a link of the limited rate needs, once; a repeated write does not wait again.
         self._upload.wait_for(len(signed))
         self.retry("write", write)
 
     def create(self, name: str, message: Format) -> bool:
         """Write an object of JSON unless there is one; return whether this call has written it.
 
-        A request whose response is lost is repeated, and then finds the object that it has written
-        itself. A random text in the object tells it from that of another writer. Raises
-        ResourceError or ConfigError if it cannot be written.
+        If the answer to a request is lost, the request is repeated, and then finds the object that
+        it has written itself. A random text in the object tells it from that of another writer.
+        Raises ResourceError or ConfigError if it cannot be written.
         """
         data = to_json(message, by=uuid.uuid4().hex)
         signed = self.signatures.signed(name, data)
         create = functools.partial(self._objects.create, name, signed)
 
         def write(failures: int) -> bool:
-            """Write the object unless there is one, after so many tries have failed.
+            """Write the object unless there is one, after so many `failures` of earlier tries.
 
             Returns whether this or an earlier try has written it.
             """
@@ -238,44 +245,47 @@ class Store:
                 present = self.get(name, limit=len(data))
             except Refused:  # larger, or signed with another key: another writer's
                 return False
-            return present == data  # true if an earlier try has written it
+            return present == data  # then an earlier try has written it
 
         return self.retry("write", write)
 
     def delete(self, *names: str) -> None:
         """Delete objects, if they are there and may be deleted.
 
-        Errors are ignored, as an object that is left costs only space. If a request is not
-        answered, the rest is left.
+        Errors are ignored, as an object that is left costs only space.
         """
         for name in names:
             delete = functools.partial(self._objects.delete, name)
             try:
                 self._request_once(delete, num_bytes=0, failures=0)
-            except TimeoutError:
+            except TimeoutError:  # the others would not be answered either, each after its deadline
                 return
             except Exception:  # noqa: S110  deliberately broad: missing, or not permitted
                 pass
 
     def names(self) -> list[str]:
-        """List the names of all objects; the list is empty if listing is not permitted."""
-        with contextlib.suppress(Exception):
+        """List the names of all objects; none if they cannot be listed.
+
+        They serve only to delete old objects, so an error does no harm.
+        """
+        with contextlib.suppress(Exception):  # deliberately broad: such as a missing permission
             return self._request_once(self._objects.names, num_bytes=0, failures=0)
         return []
 
     def _request_once(self, request: Callable[[], T], *, num_bytes: int, failures: int) -> T:
-        """Make a request once, and return its result; raise TimeoutError after its deadline.
+        """Make a request once, and return its result.
 
-        It runs in its own thread, which may wait on after the deadline.
+        It runs in its own thread, which may wait on after the deadline. Raises TimeoutError after
+        the deadline, and the request's own errors.
 
         Args:
           request: Calls a method of the keeper, without arguments.
           num_bytes: Bytes that it sends or receives; with them the deadline grows.
-          failures: How often the same request has failed before. Each doubles the deadline, up to
-            `_LONGER_DEADLINE` times, but not after a signal, when nobody waits long.
+          failures: How often the same request has failed before. Each failure doubles the deadline,
+            up to eight times the first one.
         """
         limit_s = LIMIT_S + num_bytes * BYTE_S
-        if not processes.is_asked_to_stop():
+        if not processes.is_asked_to_stop():  # after a signal there is no time for longer ones
             limit_s *= min(2**failures, _LONGER_DEADLINE)
         try:
             return in_thread(request).result(limit_s)
@@ -289,7 +299,8 @@ class Store:
 
         Args:
           kind: "read" or "write".
-          request: Called with the number of its failures so far; raises an error if it fails.
+          request: Makes the request once. It is called with the number of failures so far, and
+            raises an error if it fails.
 
         Raises:
           Refused: At once if `request` raises it, as no other try can mend that.
@@ -321,7 +332,7 @@ class Store:
                     say(f"{fault}; waiting for the bucket, {failed_s:.0f} s")
             else:
                 self._known.add(kind)
-                if told_s:
+                if told_s:  # the user waits to know
                     gone_s = time.monotonic() - start_s
                     say(f"{self.url}: can {kind} again, after {gone_s:.0f} s")
                 return result
@@ -331,8 +342,9 @@ class Store:
     def _raise_if_hopeless(self, kind: str, error: Exception, failures: int) -> None:
         """Raise an error if a kind of request that has never succeeded will hardly ever do so.
 
-        Raises ConfigError if it is not permitted, ResourceError after several failures, unless the
-        server says that it is busy. Otherwise the caller may try again.
+        Raises ConfigError if it is not permitted, or the bucket is missing; ResourceError after
+        several failures, unless the server says that it is busy. Otherwise nothing is raised, and
+        the caller tries again.
 
         Args:
           kind: "read" or "write".
@@ -347,9 +359,11 @@ class Store:
 
 
 def open_bucket(url: str, key: str, *, patience_s: float = math.inf) -> Store:
-    """Open the bucket at an address, whose objects are signed with a key, without a request.
+    """Return a store of the bucket at an address, without a request.
 
-    Raises ConfigError for another address, or a missing parent folder.
+    Objects are signed with `key`. A request that keeps failing raises ResourceError after
+    `patience_s` seconds. Raises ConfigError if `url` is not the address of a bucket, or the parent
+    folder of a file:// is missing.
     """
     return Store(Bucket(url), Signatures(key), patience_s=patience_s)
 
@@ -357,20 +371,20 @@ def open_bucket(url: str, key: str, *, patience_s: float = math.inf) -> Store:
 def retry_if_refused(read: Callable[[], T]) -> T:
     """Return what `read` returns; call it again, after a pause, if it raises Refused.
 
-    The object may have been damaged only on its way. Raises Refused if it is refused three times.
+    The object may have been damaged only on its way. Raises Refused if the third call does too.
     """
     for pause_s in READ_PAUSES_S:
         with contextlib.suppress(Refused):
             return read()
         time.sleep(pause_s)
-    return read()
+    return read()  # the last time: its error is raised
 
 
 def next_pause_s(pause_s: float) -> float:
-    """Return the pause between two looks at an object that follows one of `pause_s` seconds.
+    """Return the pause before the next look at an object, if the last pause was `pause_s` seconds.
 
-    It grows by 1/40 with each look, so it is about 1/40 of the time since the object changed. It
-    ends at `LONGEST_PAUSE_S`.
+    A look reads the object to see whether it has changed. The pause grows by 1/40 with each, up to
+    `LONGEST_PAUSE_S`. So it is about 1/40 of the time since the object changed.
     """
     return min(_GROWTH * pause_s, LONGEST_PAUSE_S)
 
@@ -378,7 +392,7 @@ def next_pause_s(pause_s: float) -> float:
 def in_thread(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Future[T]":
     """Call a function in a thread of its own; return the future of its result, or of its error.
 
-    The thread does not hold up the end of the process.
+    The process may end while the thread still runs.
     """
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -399,16 +413,17 @@ def in_thread(act: Callable[..., T], *arguments: Any) -> "concurrent.futures.Fut
 def to_json(message: Format, by: str = "") -> bytes:
     """Return the bytes of an object of JSON without arrays, which `from_json` reads.
 
-    `by` is a text that is written, but not read. It makes equal messages of two writers differ.
+    `by` is a text about the writer, which nobody reads: equal messages of two writers differ by it.
     """
     content = message.model_dump()
     return json.dumps({"sha256": _sha256(content), "message": content, "by": by}).encode()
 
 
 def from_json(data: bytes, name: str, kind: type[F]) -> F:
-    """Return the message of an object of JSON without arrays, or raise Refused.
+    """Return the message of an object that `to_json` made.
 
-    `name` is the object's, for errors; `kind` is what the message must be.
+    `name` is the object's, for errors; `kind` is the class of the message. Raises Refused if the
+    object is damaged, or no such message.
     """
     try:
         content = json.loads(data)
@@ -429,9 +444,9 @@ def _sha256(message: Any) -> str:
 def pack(message: Format, tree: PyTree) -> bytes:
     """Return the bytes of an object of JSON and a tree of arrays, which `unpack` reads.
 
-    It is the SHA-256 of the rest, in 64 digits, and a safetensors file. There an array is named by
-    its path in the tree. Arrays of zeros, such as fresh optimizer states, take no space: the JSON
-    has only their names. The JSON itself is one more array, of bytes, with the name "message".
+    It begins with the SHA-256 of the rest, in 64 digits. The rest is a safetensors file, in which
+    an array is named by its path in the tree. Arrays of zeros, such as fresh optimizer states, take
+    no space: the JSON has only their names. The JSON is one more array, "message", of bytes.
     """
     sent: dict[str, np.ndarray] = {}
     zeros: list[str] = []
@@ -449,11 +464,17 @@ def pack(message: Format, tree: PyTree) -> bytes:
 
 
 def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -> tuple[F, PyTree]:
-    """Return the message and the tree of arrays of an object that `pack` made.
+    """Return the message and the tree of arrays, in NumPy, of an object that `pack` made.
 
-    `name` is the object's, for errors, and `kind` what the message must be. `form` returns the tree
-    of `jax.ShapeDtypeStruct` that the arrays of a message must have. Raises Refused if the object
-    is damaged, or has another form.
+    Raises Refused if the object is damaged, its message is of another class, or its arrays have
+    another form; and if `form` raises it.
+
+    Args:
+      data: The object's bytes.
+      name: The object's name, for errors.
+      kind: The class of the message.
+      form: Called with the message; returns the tree of `jax.ShapeDtypeStruct` that the arrays must
+        have.
     """
     packed = data[_SHA256_DIGITS:]
     if hashlib.sha256(packed).hexdigest().encode() != data[:_SHA256_DIGITS]:
@@ -466,11 +487,11 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
         zeros = set(content["zeros"])
 
         def leaf(path: jax.tree_util.KeyPath, want: jax.ShapeDtypeStruct) -> np.ndarray:
-            """Return the array of a path in the tree, and take it out of `parts`."""
+            """Return the array at a path in the tree, and take it out of `parts`."""
             key = jax.tree_util.keystr(path)
             if key in zeros:
                 return np.zeros(want.shape, want.dtype)
-            return parts.pop(key)  # KeyError, if it is missing, is told below
+            return parts.pop(key)  # if it is missing, the KeyError becomes Refused below
 
         tree = jax.tree.map_with_path(leaf, wanted)
     except Refused:
@@ -478,7 +499,7 @@ def unpack(data: bytes, name: str, kind: type[F], form: Callable[[F], PyTree]) -
     except Exception as error:  # deliberately broad: whoever wrote it may have written anything
         cause = f"{type(error).__name__}: {reason(error, _SHOWN_CHARACTERS)}"
         raise Refused(f"{name}: unknown ({cause})") from error
-    if parts:  # arrays that nobody wants
+    if parts:  # arrays that the form does not have
         raise Refused(f"{name}: unknown parts")
-    check_form(tree, wanted, f"{name}: ")
+    check_form(tree, wanted, f"{name}: ")  # shapes and types
     return message, tree

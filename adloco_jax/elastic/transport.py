@@ -1,7 +1,9 @@
 """How a driver reaches its learners: what a transport does, and the table of transports.
 
 The driver is the process with the training loop. A learner is a process that runs rounds of workers
-(`learner.Learner`). A call is the driver's request to run one of a learner's methods.
+(`learner.Learner`); what each is made from is a `LearnerSetup`. A call is the driver's request to
+run one of a learner's methods; its `Reply` has the result, or why there is none. An engine runs the
+rounds of a run: "local" in this process, the others in learners.
 """
 
 import contextlib
@@ -40,9 +42,9 @@ class Transport(Protocol):
     def put(self, params: PyTree, kind: Hashable) -> tuple[Reference, int]:
         """Store a trainer's parameters, or their update, for several calls.
 
-        `kind` says what is stored, for instance the update of trainer 0. Of each kind only the last
-        two need to stay. Returns a reference, which calls of `Learner.run_round` have as their
-        argument `params`, and the number of bytes that were sent.
+        `params` is a tree of arrays. `kind` says what is stored, for instance the update of trainer
+        0; of each kind only the last two need to stay. Returns a reference, which calls of
+        `Learner.run_round` have as their argument `params`, and the number of bytes sent.
         """
         ...
 
@@ -57,15 +59,17 @@ class Transport(Protocol):
     def submit(self, handle: Handle, method: str, **arguments: Any) -> tuple[Call, int]:
         """Call a method of a `Learner`; return the call, for `poll`, and the number of bytes sent.
 
-        `method` is "run_round", "ping" or "states". Calls of "run_round" run one after another, the
-        others beside them. The first call of a process is "ping".
+        `handle` is what `start` returned, and `method` is "run_round", "ping" or "states". Calls of
+        "run_round" run one after another; the others are answered while these run. The first call
+        of a process is "ping".
         """
         ...
 
     def poll(self, calls: Sequence[Call], timeout_s: float) -> Mapping[Call, Reply]:
-        """Return the replies to calls that have ended; wait until one has, or the time is over.
+        """Return the replies to those of `calls` that have ended, by call.
 
-        Raises ResourceError if no learner can be reached any more.
+        It waits until one has ended, or `timeout_s` seconds are over. Raises ResourceError if no
+        learner can be reached any more.
         """
         ...
 
@@ -93,7 +97,7 @@ class TransportEntry(NamedTuple):
 
     - `address`: the option `engine.address`.
     - `num_learners`: the number of learners that the run has at most.
-    - `setup`: that from which each learner is made.
+    - `setup`: what each learner is made from.
     - `is_over`: a function that says, at the end of the `with` block, whether the run is over. If
       not, it will be continued, and learners may wait for that.
 
@@ -118,10 +122,11 @@ TRANSPORTS: dict[str, TransportEntry] = {
 
 
 def check_engine(settings: Settings, folder: Path) -> None:
-    """Raise UserError if there is no such engine, or the learners it needs cannot be reached.
+    """Check that there is the engine that the settings name, and that this run can use it.
 
-    It is ConfigError for an unknown `engine.kind`, or several processes; otherwise what the check
-    of the transport raises. `folder` is the run's.
+    `folder` is the run's. Raises ConfigError if `engine.kind` is unknown, or if learners are used
+    and this program has several processes; also what the check of the transport raises, a UserError
+    such as ConfigError or ResourceError.
     """
     kind = settings.engine.kind
     require_known_engine(kind)
@@ -136,7 +141,7 @@ def check_engine(settings: Settings, folder: Path) -> None:
 
 
 def require_known_engine(kind: str) -> None:
-    """Raise ConfigError unless `kind` is "local", or names an entry of `TRANSPORTS`."""
+    """Raise ConfigError unless `kind`, of `engine.kind`, is "local" or an entry of `TRANSPORTS`."""
     known = ["local", *TRANSPORTS]
     if kind not in known:
         names = " or ".join(map(repr, known))
