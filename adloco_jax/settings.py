@@ -843,7 +843,7 @@ GROUPS: dict[str, Any] = {
 
 
 def _options() -> dict[str, FieldInfo]:
-    """Collect the options by key, those of no group first; fields only recorded are none."""
+    """Collect the options by key, those of no group first, without fields that are no options."""
     options = {}
     for name, field in Settings.model_fields.items():
         if name not in GROUPS and RECORDED not in field.metadata:
@@ -856,7 +856,7 @@ def _options() -> dict[str, FieldInfo]:
 
 
 def _marked(kind: type) -> dict[str, Any]:
-    """Collect the annotations of a kind, `Entry` or `Found`, by the keys of options with one."""
+    """Collect the annotations of a class, `Entry` or `Found`, by the keys of their options."""
     marks = {}
     for key, field in OPTIONS.items():
         for mark in field.metadata:

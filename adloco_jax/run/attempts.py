@@ -348,7 +348,7 @@ def after_failure(
 
     - the micro-batch was one sequence when memory ran out: ResourceError
     - there are several processes, which are all ended and must be started again: ResourceError
-    - an error other than of memory came twice in the same round: the error itself
+    - memory did not run out, and the same round had failed before: the error itself
     """
     control = attempt.recorder.engine.control_before  # as it was before the failed round
     index = control.round + 1  # of the failed round

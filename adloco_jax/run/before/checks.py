@@ -85,6 +85,7 @@ def check_rules(run: Run) -> None:
     """
     settings = run.settings
     # The host's data before the first round. A largest micro-batch that is not known counts as 1.
+    # What the rules return for it is not used: only their errors matter.
     control = start(settings.ensemble, settings.batching, settings.batching.max_batch_size or 1)
 
     with own_code(f"inner.round_length = {settings.inner.round_length}"):

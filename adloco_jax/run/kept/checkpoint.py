@@ -198,8 +198,8 @@ class Saver:
             return 0
         staging = self.folder / _STAGING
         target = self.folder / str(round_index)
-        # In this order, so that a folder with a round's name is whole, whenever the power fails:
-        # all files, the manifest, the name.
+        # Written and brought to disk (`sync`) in this order: all files, the manifest, the name. So
+        # a folder with a round's name is whole, whenever the power fails.
         (staging / _HOST).write_bytes(_encode(host))
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:

@@ -189,7 +189,7 @@ def read_trained(
     Args:
       workdir: Folder of the run.
       machine: The devices on which the consensus is chosen.
-      round: Of the checkpoint; None: the newest.
+      round: Number of rounds after which the checkpoint was saved; None: the newest.
       trainer: A trainer's id; None: the consensus.
 
     Raises:
@@ -273,7 +273,7 @@ def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[E
 
     Args:
       path: The folder of a verified checkpoint.
-      settings: Of the run; with `outer.average` there are averages.
+      settings: The run's settings; with `outer.average` there are averages.
       spec: What the run's programs share, which gives shapes and dtypes.
     """
     data = checkpoint.read_host(path).get("control")

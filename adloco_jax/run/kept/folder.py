@@ -96,7 +96,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
 
 
 def require_usable(workdir: Path) -> None:
-    """Check that a run can write to a folder, and leave nothing there. Only process 0 looks.
+    """Check that a run can write to a folder; leave there at most a lock file. Process 0 looks.
 
     Raises InUse, a ConfigError, if another run uses it; ConfigError if it cannot be written;
     ResourceError if the disk is full.
