@@ -1,13 +1,14 @@
 """Chats: check their turns, render them by a template, and find the answers in the text.
 
 A *chat* is a list of *turns*, dicts with a "role" and a "content" or calls of tools. A *chat
-template*, a program of the tokenizer, writes them as one text (`Tokenizer.render`). An *answer* is
-a turn of the role "assistant"; its *span* is the part of the text that the template writes for it.
-The model learns to write the spans: their tokens *count*. With `data.loss=all` every token counts.
-An *end of text* is a special token's text, such as `<|im_end|>`; `ends` are those that may stand
-behind an answer. A *call* names a tool, a function, with its arguments. A *field* is a key of a
-turn. `render(turns, prompts=False)` writes the turns alone; with `prompts=True` the start of an
-answer follows them. Messages name a place (`where`): file and row, and then column and turn.
+template*, a program of the tokenizer, writes them as one text (`Tokenizer.render`), or raises an
+error of any class, which `read` turns into a DataError. An *answer* is a turn of the role
+"assistant"; its *span* is the part of the text that the template writes for it. The model learns to
+write the spans: their tokens *count*. With `data.loss=all` every token counts. An *end of text* is
+a special token's text, such as `<|im_end|>`; `ends` are those that may stand behind an answer. A
+*call* names a tool, a function, with its arguments. A *field* is a key of a turn.
+`render(turns, prompts=False)` writes the turns alone; with `prompts=True` the start of an answer
+follows them. Messages name a place (`where`): file and row, and then column and turn.
 """
 
 import json
@@ -604,9 +605,10 @@ def _span_by_question(
 ) -> Span | None:
     """Return the span of the turn at index `i` > 0, by rendering it with the turn before it alone.
 
-    For a long chat this is faster than to render all turns before it. `content_ends` has for each
-    turn the index of the character behind its content. None if the text does not have what was
-    rendered between the contents of the turns around this one.
+    For a long chat this is faster than to render all turns before it. The result is sought between
+    the content of the turn before and that of the turn behind. `content_ends` has for each turn the
+    index of the character behind its content. None if the template refuses the two turns, writes
+    them differently, or the result is not found there.
     """
     render = tokenizer.render
     assert render is not None  # `read` refuses a chat without a template
@@ -626,7 +628,7 @@ def _span_by_question(
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
 
-    # Look for it between the end of the content before and that of the content behind.
+    # Between the end of the content before and the end of the content behind.
     stop = content_ends[i + 1] if i + 1 < len(content_ends) else len(text)
     position = text.find(start_of_answer + written, content_ends[i - 1], stop)
     start = position + len(start_of_answer)

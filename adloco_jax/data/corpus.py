@@ -277,6 +277,7 @@ def load_corpus(
         the first batches.
       ResourceError: If a server does not answer; if it is the hub, only if no rows of the data set
         were made before.
+      OSError: If a file or folder of the text may not be read.
     """
     data = settings.data
     where = _where_of(data)
@@ -530,6 +531,7 @@ def make_job(
         has no such data set, or a server refuses access.
       DataError: If a path leads to no file.
       hub.Unreachable: If the hub or another server does not answer.
+      OSError: If a file or folder may not be read.
     """
     source = DATA_SOURCES[data.source]
     where = _where_of(data)
@@ -586,7 +588,7 @@ def make_job(
     cuts = source.cuts_single_file and not heldout_files and num_texts == 1
 
     def hub_parts(split: str) -> list[Part]:
-        """List the files of a split of the data set on the hub as parts."""
+        """List the files of a split of the data set on the hub as parts; the hub is asked."""
         return sources.hub_parts(data, split, commit, where=where)
 
     def read_file(path: Any) -> Iterable[Row]:
@@ -600,11 +602,14 @@ def make_job(
         return source.documents(path, data)
 
     def file_parts(file_by_name: Mapping[str, File | None]) -> list[Part]:
-        """List files as parts."""
+        """List files of this machine or of a server as parts; `file_by_name` has them by name."""
         return [Part(name, file, read_file) for name, file in file_by_name.items()]
 
     def parts() -> tuple[list[Part], list[Part]]:
-        """Return the parts of separate held-out text, which may be none, and of all other text."""
+        """Return the parts of separate held-out text, which may be none, and of all other text.
+
+        Raises ConfigError, DataError or hub.Unreachable if the data set on the hub is not readable.
+        """
         if on_hub:
             heldout = hub_parts(data.heldout_split) if data.heldout_split else []
             return heldout, hub_parts(data.split)

@@ -116,7 +116,10 @@ def trim_cache() -> None:
 
 
 def _cache_entry(path: Path) -> _CacheEntry:
-    """Return the entry of a file or folder: the sum of its files' sizes, and their last use."""
+    """Return the entry of a file or folder: the sum of its files' sizes, and their last use.
+
+    Raises OSError if another process deletes a file meanwhile.
+    """
     stats = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
     num_bytes = sum(stat.st_size for stat in stats)
     used_s = 0.0  # of an empty folder: it is deleted first
@@ -327,7 +330,8 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path of the address in it.
 
     `key` is the config's key, for messages. Raises ConfigError if the protocol is not supported, or
-    the address has a user or a query, which may be secret.
+    the address has a user or a query, which may be secret; ImportError if the protocol's package is
+    not installed.
     """
     import fsspec
 
@@ -359,6 +363,7 @@ def identity(file: File) -> list:
 
     The first member is the address or path, the second the size in bytes. For a file here, the time
     of change, which no program can set, and a hash of both ends of the file are among the others.
+    Raises OSError if it cannot be opened.
     """
     if isinstance(file, RemoteFile):
         return [file.address, file.size, *file.version]

@@ -133,6 +133,7 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
         chats need a template, and there is none.
       DataError: If text is missing or damaged, or there is too little text; if the description in a
         finished folder is damaged.
+      ResourceError: If a server with text does not answer.
       OSError: If the folder cannot be written.
     """
     manifest = _finished(folder, job.request)
@@ -253,8 +254,14 @@ class _TokenisedText:
 def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], None]) -> None:
     """Read all text that is needed, and add its documents to `text`.
 
-    `copy` is the path of a folder that is made for the copy of a remote file. Raises DataError if a
-    side that has parts has no document, a file is damaged, or there are too many bad rows.
+    `copy` is the path of a folder that is made for the copy of a remote file, and `note` is called
+    with each line to show to the user.
+
+    Raises:
+      DataError: If a side that has parts has no document, a file is damaged, there are more bad
+        rows than `data.skip_bad`, or the tokenizer gives an id beyond its vocabulary.
+      ConfigError: If chats need a template, and there is none; if a server refuses access.
+      ResourceError: If a server does not answer.
     """
     heldout_parts, other_parts = job.parts()
     start_s = time.monotonic()
@@ -310,8 +317,10 @@ def _tokenise_side(
       count: Called for each document that is read.
 
     Raises:
-      DataError: If there are more bad rows than `data.skip_bad`, or a file is damaged.
-      ConfigError: If chats need a template, and there is none.
+      DataError: If there are more bad rows than `data.skip_bad`, a file is damaged, or the
+        tokenizer gives an id beyond its vocabulary.
+      ConfigError: If chats need a template, and there is none; if a server refuses access.
+      ResourceError: If a server does not answer.
     """
     pending: list[Document] = []  # not tokenised yet
     num_chars = 0  # of the pending documents
@@ -321,7 +330,7 @@ def _tokenise_side(
         """Tokenise the pending documents together, and add them to `text`."""
         nonlocal num_chars
         for document in pending:
-            text.unread.update(document.answers.unread)
+            text.unread.update(document.answers.unread)  # names of columns that nothing reads
         tokens, about = _encode(pending, job, side)
         text.add(tokens, about)
         bar.update(text.num_tokens - bar.n)  # to all tokens so far
@@ -760,8 +769,8 @@ def pack(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _write_labelled(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -> None:
     """Write one row [class, n, tokens...] for each labelled text, into both sides' files.
 
-    The n tokens include prefix and suffix; zeros follow. Long texts lose their end. Raises
-    DataError if a class has no text on a side.
+    `masks` says which texts are on each side. The n tokens include prefix and suffix; zeros follow.
+    Long texts lose their end. Raises DataError if a class has no text on a side.
     """
     about = text.about
     max_tokens = job.data.sequence_length

@@ -144,6 +144,7 @@ def documents_of(
         lacks a column, its text is not a string, its class is out of range, it is labelled but
         empty, or a chat is malformed.
       ConfigError: If chats need a template, and there is none.
+      ResourceError: While reading, if a server does not answer, or too many files are open.
     """
     tokenizer = tokenizer.on(data.date)  # which chat templates write as today's
     number = 0
@@ -269,7 +270,8 @@ def stdlib_documents(file: Path | None, data: DataSettings) -> Iterator[str]:
     """Yield the source files of Python's standard library, in the order of their paths.
 
     Each topic of Python's help is a document. Tests, installed packages, and files that differ by
-    machine are left out. The arguments, which every source is given, are not used.
+    machine are left out. The arguments, which every source is given, are not used. Raises DataError
+    if a file cannot be read.
     """
     for path in stdlib_files():
         if path.name == "topics.py":  # of the package pydoc_data: one dict, from topic to text
@@ -295,7 +297,10 @@ def stdlib_files() -> list[Path]:
 
 
 def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
-    """Yield the whole text of a file as one document, unless the file is empty."""
+    """Yield the whole text of a file as one document, unless the file is empty.
+
+    Raises DataError if the file cannot be read, is not UTF-8, or has NUL characters.
+    """
     text = read_text(file)
     if text:
         yield text
@@ -445,7 +450,7 @@ def _used_columns(data: DataSettings) -> dict[str, str]:
     # The name of a column of chats may join two columns by a plus: prompt+completion.
     texts = data.text_column.split("+") if data.is_chat else [data.text_column]
     used = dict.fromkeys(texts, "text_column")
-    used[data.label_column] = "label_column"
+    used[data.label_column] = "label_column"  # an empty name if there are no classes
     return {column: key for column, key in used.items() if column}
 
 
@@ -518,7 +523,8 @@ def _nearest_end(pattern: str, text: str, target: float) -> int:
 def _opened(file: File) -> Iterator[Any]:
     """Open a file to read bytes, decompressed if its content begins like gzip.
 
-    Its name is not asked, because a server may compress or decompress a file on the way.
+    The ending of its name does not matter, because a server may compress or decompress a file on
+    the way. Raises OSError if it cannot be opened.
     """
     opened = file.open() if isinstance(file, RemoteFile) else open(file, "rb")
     with opened as content:

@@ -3,9 +3,10 @@
 A special token whose name stands in a text, such as `<|im_end|>`, becomes one id, as in
 `transformers`. Only texts to be classified get special tokens at both ends. A *turn* of a chat is a
 dict with "role" and "content". A *chat template* is a program in Jinja that writes turns as one
-text. *Added* tokens are those that a tokenizer never splits. An *export* is a trained model with
-its tokenizer, in a folder that `transformers` reads. In this file `backend` is a tokenizer of the
-library `tokenizers`, and an untyped `tokenizer` one of `transformers`, around a backend.
+text, or raises an error of any class. *Added* tokens are those that a tokenizer never splits. An
+*export* is a trained model with its tokenizer, in a folder that `transformers` reads. In this file
+`backend` is a tokenizer of the library `tokenizers`, and an untyped `tokenizer` one of
+`transformers`, around a backend.
 """
 
 import contextlib
@@ -253,7 +254,7 @@ def tokenizer_of(
     text_length = None if num_classes is None else data.sequence_length
 
     def load(name: str, key: str) -> Tokenizer:
-        """Load the tokenizer that the config's `key` names."""
+        """Load the tokenizer `name` of the config's `key`; UserError if it cannot be loaded."""
         return load_tokenizer(name, text_length=text_length, template=data.template, key=key)
 
     try:

@@ -172,7 +172,10 @@ class Bert(nn.Module):
         lengths_B: Int[Array, " B"] | None = None,
         tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
-        """Return the classes' float32 logits from the first `lengths_B` tokens; None: from all."""
+        """Return the classes' float32 logits from the first `lengths_B` tokens; None: from all.
+
+        Raises ValueError if L is more than `max_length`.
+        """
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
         if lengths_B is None:

@@ -418,7 +418,8 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's `adapter_config.json`.
 
     Raises DataError, with one line for each faulty key, unless it describes a plain LoRA adapter of
-    a model that is no adapter itself.
+    a model that is no adapter itself; DataError, ConfigError or ResourceError if this model is not
+    found.
     """
     path = folder / _ADAPTER
     content = _read_config(path)
@@ -450,7 +451,10 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_adapter(name: str, revision: str | None) -> bool:
-    """Return whether a folder, address or name on the hub holds an adapter, no checkpoint."""
+    """Return whether a folder, address or name on the hub holds an adapter, no checkpoint.
+
+    Raises DataError, ConfigError or ResourceError if it is not found, or a server does not answer.
+    """
     key = "base_model_name_or_path"
     with _local_folder(name, ["config.json", _ADAPTER], key=key, revision=revision) as folder:
         return (folder / _ADAPTER).exists()
@@ -624,6 +628,7 @@ def save(
     Raises:
       ConfigError: If no architecture has a weight map for this model, or if no model of this family
         has its attributes.
+      Unusable: If `config` describes a model that is not supported; a ValueError.
       OSError: If the folder cannot be written.
     """
     folder = Path(folder)
@@ -690,7 +695,8 @@ def _with_changed_sizes(
 ) -> dict[str, Any]:
     """Return a copy of a checkpoint's config.json, with `network`'s sizes where these differ.
 
-    `config` is the content of config.json, and `names` the map of the network's class.
+    `config` is the content of config.json, and `names` the map of the network's class. Raises
+    Unusable if `config` describes a model that is not supported.
     """
     changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
     result = dict(config)

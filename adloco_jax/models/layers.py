@@ -251,9 +251,10 @@ def attend_tied(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B L V"]:
-    """Multiply the vector at every position by the transposed embedding table, in float32.
+    """Multiply the vector at every position by the transposed embedding table: return the logits.
 
-    `tap` is the second result of `look_up_tied`. The result is the logits.
+    `tap` is the second result of `look_up_tied`. Factors are cast to `dtype`; sums and result are
+    float32.
     """
     if tap is None:
         return project(x_BLD, table_VD.T, dtype=dtype, to_float32=True)

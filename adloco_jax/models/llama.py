@@ -451,8 +451,8 @@ class Llama(nn.Module):
     ) -> Float[Array, "B L V"]:
         """Return the logits of the next token at each position, in float32.
 
-        `starts_BL` are the first positions to which positions attend (needs `attention="xla"`);
-        None: position 0.
+        `starts_BL` are the first positions to which positions attend; None: position 0. Raises
+        ValueError if L is more than `max_length`.
         """
         hidden_BLD, head_tap = self.hidden(tokens_BL, tap_B, starts_BL)
         return self.logits(hidden_BLD, head_tap)
@@ -465,8 +465,8 @@ class Llama(nn.Module):
     ) -> tuple[Float[Array, "B L D"], Tap | TiedTap]:
         """Return the two arguments of `logits`: the normalised output of the last layer, and a tap.
 
-        The arguments are those of `__call__`; `starts_BL` are the first positions to which
-        positions attend. The tap is the head's, None without `tap_B`.
+        `starts_BL` are the first positions to which positions attend; None: position 0. The tap is
+        the head's, None without `tap_B`. Raises ValueError if L is more than `max_length`.
         """
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)

@@ -267,7 +267,8 @@ def _layer_kinds(content: dict, full: LayerKind, count: int) -> tuple[LayerKind,
       count: Number of layers, and of kinds unless there is one for all.
 
     Raises:
-      Unusable: If the lists in `content` do not describe so many layers.
+      Unusable: If the lists in `content` do not describe so many layers, or a window or a rotary
+        base is no positive number.
     """
     family = content["model_type"]
     if family == "llama":  # full attention in all layers
