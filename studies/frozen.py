@@ -118,7 +118,7 @@ def compiled_arm(config: ConfigDict) -> Arm:
     adapter = jax.jit(model.init_fn)(jax.random.key(settings.seed))
 
     programs = Programs(spec)
-    programs.hold(model.base.params)
+    programs.set_frozen(model.base.params)
     batch_size = settings.batching.initial_batch_size
     heldout = corpus.heldout_rows[np.arange(len(corpus.heldout_rows))]
     loss = mean_loss(programs, adapter, heldout, batch_size)

@@ -229,7 +229,7 @@ def test_programs_take_the_base_as_an_argument_that_a_device_holds_once(weights)
         constants = re.findall(r"dense<[^>]*>", lower(spec, key).as_text())
         assert constants and max(map(len, constants)) < 2_000
     with contextlib.closing(Programs(spec)) as programs:
-        programs.hold(base.params)
+        programs.set_frozen(base.params)
         given = jax.tree.leaves(base.params)
         held = [jax.tree.leaves(programs.frozen(key)) for key in keys[1:]]
         where = [[leaf.unsafe_buffer_pointer() for leaf in leaves] for leaves in held]

@@ -57,7 +57,7 @@ def plans_of(control, settings):
 
 def groups_of(control, settings):
     spec = types.SimpleNamespace(machine=here(), model_shards=1)
-    return batches.group_trainers(control, plans_of(control, settings), spec)
+    return batches.group_by_plan(control, plans_of(control, settings), spec)
 
 
 def rates_of(control, settings, round_tokens=0):

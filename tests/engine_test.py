@@ -14,7 +14,7 @@ from adloco_jax.core.types import init
 from adloco_jax.data.sampling import split_heldout
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine import sharding
-from adloco_jax.engine.inputs import group_trainers, make_round_inputs, round_keys
+from adloco_jax.engine.inputs import group_by_plan, make_round_inputs, round_keys
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import program_peaks
 from adloco_jax.engine.programs import Programs, lower, needed_bytes
@@ -69,7 +69,7 @@ def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
         engine = LocalEngine(settings, chosen, Programs(chosen, noted.append), rows, **more)
         round_state = State(ensemble, control)
         plans = round_plans(control, settings)
-        assert len(group_trainers(control, plans, chosen)) == 3
+        assert len(group_by_plan(control, plans, chosen)) == 3
         after, boundary = engine.round(round_state, undecided)
         metrics = boundary.metrics
         compiled = {event.key for event in noted if isinstance(event, Compiled)}
@@ -125,10 +125,10 @@ def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypa
         (programs_module.taken, ((2, 0),)),
     ):
         copy = jax.tree.map(jnp.copy, ensemble)
-        expected = programs_module.replace(change, ensemble, *arguments)
+        expected = programs_module.replace_in_parts(change, ensemble, *arguments)
         with monkeypatch.context() as patch:
             patch.setattr(programs_module, "PART_BYTES", 1)
-            found = programs_module.replace(change, copy, *arguments)
+            found = programs_module.replace_in_parts(change, copy, *arguments)
         assert_equal(found, expected)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copy.inner_state_R))
 

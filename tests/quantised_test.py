@@ -123,7 +123,7 @@ def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
         settings = completed(validate(config))
         spec = program_spec(settings, configured_model(settings, here()), here())
         programs = Programs(spec)
-        programs.hold(held(folder, "nf4").base)
+        programs.set_frozen(held(folder, "nf4").base)
         key = loss_key(len(rows))
         losses.append(programs.call(key, adapter, rows))
         temporaries.append(programs[key].memory_analysis().temp_size_in_bytes)
@@ -204,7 +204,7 @@ def machine_for_nf4(settings):
         model = settings.model.model_copy(update={"base_dtype": dtype})
         chosen = settings.model_copy(update={"model": model})
         spec = program_spec(chosen, configured_model(chosen, roomy), roomy)
-        return memory.state_bytes(spec, (1,))
+        return memory.least_state_bytes(spec, (1,))
 
     between = math.ceil((needed("bfloat16") + needed("nf4")) / 2 / 0.8)
     return dataclasses.replace(roomy, device_bytes=between)

@@ -12,7 +12,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine import memory
-from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.inputs import group_by_size
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import lower, needed_bytes
 from adloco_jax.engine.sharding import arrange, fetch, placement, reshard
@@ -108,7 +108,7 @@ def test_trainers_of_as_many_workers_have_devices_of_their_own(sizes, expected):
     control = start(settings.ensemble, settings.batching, BATCH)
     for trainer, size in zip(control.trainers.values(), sizes, strict=True):
         trainer.streams = [*range(size)]
-    groups = classes(control, control.trainers, spec_of()[0])
+    groups = group_by_size(control, control.trainers, spec_of()[0])
     assert [(group.trainers, group.devices) for group in groups] == expected
     assert all(g.sizes == tuple(sizes[m] for m in g.trainers) for g in groups)
 
@@ -118,7 +118,7 @@ def test_one_device_takes_all_trainers_in_one_class():
     spec = dataclasses.replace(spec, machine=Machine(spec.machine.devices[:1], 2**30))
     settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 5})
     control = start(settings.ensemble, settings.batching, BATCH)
-    (group,) = classes(control, range(3), spec)
+    (group,) = group_by_size(control, range(3), spec)
     assert (group.sizes, group.devices) == ((2, 2, 1), None)
 
 
@@ -185,7 +185,7 @@ def test_model_shards_are_as_few_as_memory_needs():
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         machine = Machine(spec.machine.devices, int(room * need))
         tried = dataclasses.replace(spec, machine=machine)
-        assert memory.model_shards(tried, (1,), given=None, memory_frac=1.0) == expected
+        assert memory.choose_model_shards(tried, (1,), given=None, memory_frac=1.0) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():

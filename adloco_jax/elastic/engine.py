@@ -41,7 +41,7 @@ from adloco_jax.elastic.states import InnerStates, SentParams
 from adloco_jax.elastic.store import LAST_S, TELL_S
 from adloco_jax.engine.evaluate import guard_losses, trainer_params
 from adloco_jax.engine.local import end_round
-from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned
+from adloco_jax.engine.programs import Programs, merge_positions, merged, replace_in_parts, spawned
 from adloco_jax.engine.round import Outcome
 from adloco_jax.errors import ResourceError
 from adloco_jax.host import processes
@@ -471,8 +471,10 @@ class ElasticEngine:
             self._params.record_change(m, update=None)
         ensemble = self._states.ensemble_with_states(state, fetches=True)
         member_weights = np.asarray(weights, np.float32)
-        # `replace` calls `merged`, the compiled program, on parts of the ensemble, to save memory.
-        return replace(merged, ensemble, member_weights, member_positions, worker_positions)
+        # This calls `merged`, the compiled program, on parts of the ensemble, to save memory.
+        return replace_in_parts(
+            merged, ensemble, member_weights, member_positions, worker_positions
+        )
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer up to `num_workers`, after fetching the inner states.
@@ -482,7 +484,7 @@ class ElasticEngine:
         (position,) = state.control.positions([trainer])  # in arrays [M, ...]
         ensemble = self._states.ensemble_with_states(state, fetches=True)
         # `replace` calls `spawned`, the compiled program, on parts of the ensemble, to save memory.
-        return replace(spawned, ensemble, position, num_workers)
+        return replace_in_parts(spawned, ensemble, position, num_workers)
 
     def complete(self, state: State) -> Ensemble:
         """Return the ensemble with inner states, fetched from the learners, to save it.

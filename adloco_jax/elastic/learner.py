@@ -172,7 +172,7 @@ class Learner:
             base = model.base
         self.base = base.fingerprint
         self.programs = Programs(self.spec, say_compiling)
-        self.programs.hold(base.params)  # the frozen weights; None: there are none
+        self.programs.set_frozen(base.params)  # the frozen weights; None: there are none
 
         self.held: dict[StateKey, PyTree] = {}  # workers' inner states
         self._params: dict[int, PyTree] = {}  # of the last round, with axis M, by trainer's id

@@ -27,16 +27,17 @@ from adloco_jax.row_batch import RowBatch, as_row_batch
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> float:
-    """Compute the mean loss of one model over some rows; each counts by its weights, if any.
+    """Compute the mean loss of one model over some rows.
 
-    The loss is in nats per token for rows of text, and in nats per row for labelled rows. A call of
-    the program takes `batch_size` rows.
+    `rows_E` are an array of token ids, or a `RowBatch`, which may have a weight for each token (0
+    for those of a chat that do not count). The loss is in nats per token for rows of text, and in
+    nats per row for labelled rows. A call of the program takes `batch_size` rows.
     """
     mean = np.mean(_losses(programs, params, rows_E, batch_size))
     weights_EL = as_row_batch(rows_E).weights
     if weights_EL is None:
         return float(mean)
-    # The loss of a weighted row is a sum over its tokens, so divide by the weights of a row.
+    # The loss of a weighted row is a sum over its tokens, so divide by the mean sum of weights.
     weight_E = weights_EL.sum(axis=1, dtype=np.float64)
     return float(mean / np.mean(weight_E))
 
@@ -59,6 +60,7 @@ def class_report(
     rows_EL = as_row_batch(rows).tokens  # each row begins with its label, of `num_classes`
     label_E = rows_EL[:, 0]
 
+    # The loss of each row with each label in place of its own.
     losses_CE = []
     for label in range(num_classes):
         relabelled_EL = rows_EL.copy()
@@ -111,7 +113,10 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
 
 
 def reported(ensemble: Ensemble) -> Ensemble:
-    """Put the running averages, if they are kept, in place of the trainers' parameters."""
+    """Return an ensemble whose parameters are the running averages, or itself if it keeps none.
+
+    The averages over rounds are the models that a run evaluates and exports.
+    """
     if ensemble.average_M is None:
         return ensemble
     return ensemble.replace(params_M=ensemble.average_M)
@@ -120,7 +125,8 @@ def reported(ensemble: Ensemble) -> Ensemble:
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
     """Compute the parameters that a merge would give; the ensemble does not change.
 
-    `members` are positions of trainers, the representative first; `weights` are in their order.
+    `members` are positions of trainers, the representative first; `weights` are their weights in
+    the mean. The result has the parameters of one model.
     """
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
@@ -168,7 +174,8 @@ def consensus(
         return trainer_params(ensemble, 0), "only"
     trainers = range(ensemble.num_trainers)
     losses = [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
-    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))  # a NaN is never best
+    # A NaN, which `argmin` alone would take, is never the best.
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(trainers), weights)
     if _guard_loss(average, programs, heldout) < losses[best]:  # false if either is NaN
         return average, "average"
@@ -183,9 +190,10 @@ def _row(tree_M: PyTree, position: int) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames="members")
 def _merged_params(params_M, members, weights_n):
-    """Merge trainers that have parameters alone; return the representative's, without the axis M.
+    """Merge trainers that have parameters alone; return the merged ones, without the axis M.
 
-    The arguments are those of `core.merge.merge`.
+    `members` are the positions of the trainers that merge, the representative first; `weights_n`,
+    float32, has the weight of each.
     """
     num_trainers = jax.tree.leaves(params_M)[0].shape[0]
     without_states = Ensemble(

@@ -14,11 +14,11 @@ from adloco_jax.settings import Settings
 def configured_choice(
     settings: Settings, machine: Machine, on_compile: OnCompile = lambda event: None
 ) -> Choice:
-    """Choose how devices run workers, and the micro-batch, for the configured model (`choose`).
+    """Choose the mode and the micro-batch for the configured model, by compiling its programs.
 
-    An unset `model.base_dtype` counts as bfloat16, as in `configured_model`; `fitting_choice` finds
-    it. `on_compile` is called around each compilation. Raises NothingFits if the least micro-batch
-    fits in no mode.
+    An unset `model.base_dtype` counts as bfloat16. `on_compile` is called before and after each
+    compilation. Returns the compiled programs in that mode, with the largest micro-batch and the
+    memory that was measured. Raises NothingFits if the least micro-batch fits in no mode.
     """
     model = configured_model(settings, machine)
     spec = program_spec(settings, model, machine)
@@ -29,13 +29,13 @@ def configured_choice(
         settings.batching,
         settings.switch,
         allowed=modes(settings.model.remat, machine.platform),
-        size=settings.batching.max_batch_size,
+        size=settings.batching.max_batch_size,  # None: to be found
         on_compile=on_compile,
     )
 
 
 def base_dtype_is_open(settings: Settings) -> bool:
-    """Whether it is still to be found how the frozen weights of an adapter are held."""
+    """Return whether `model.base_dtype`, the type of frozen weights, is still to be chosen."""
     return settings.adapter.rank > 0 and settings.model.base_dtype is None
 
 
@@ -51,7 +51,8 @@ def fitting_choice(
         return settings, configured_choice(settings, machine, on_compile)
     wide = _with_base_dtype(settings, "bfloat16")
     try:
-        # On a CPU the choice may compile nothing, and would not see that the state has no room.
+        # On a CPU `configured_choice` may compile nothing, and would not see that the state has no
+        # room.
         spec = program_spec(wide, configured_model(wide, machine), machine)
         sizes = wide.ensemble.sizes(whole_pool=True)
         require_room(spec, sizes, wide.batching.memory_frac)
@@ -68,7 +69,7 @@ def _with_base_dtype(settings: Settings, dtype: str) -> Settings:
 
 
 def base_dtype_line(settings: Settings) -> str:
-    """Say which `model.base_dtype` was found."""
+    """Return a line for the user: which `model.base_dtype` was found, and why."""
     if settings.model.base_dtype == "nf4":
         return "found: model.base_dtype=nf4, because bfloat16 does not fit by the plan"
     return "found: model.base_dtype=bfloat16, which fits by the plan"

@@ -125,7 +125,7 @@ class RoundInputs(NamedTuple):
     """For each trainer, the ledger fields of the round that its plan determines."""
 
 
-def classes(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> list[Group]:
+def group_by_size(control: Control, trainers: Iterable[int], spec: ProgramSpec) -> list[Group]:
     """Divide trainers into groups of trainers that have equally many workers.
 
     Each group has devices of its own, in proportion to the group's workers. But all trainers are
@@ -177,16 +177,16 @@ def _group(
     return Group(chosen, sizes, devices)
 
 
-def group_trainers(
+def group_by_plan(
     control: Control, plans: Mapping[int, RoundPlan], spec: ProgramSpec
 ) -> list[Group]:
-    """Divide trainers into groups that have equally many workers, and the same plan.
+    """Divide trainers into groups of trainers that have equally many workers, and the same plan.
 
-    `plans` has the sizes of the round by trainer id, for the trainers that run. Groups with equally
-    many workers have the same devices (`classes`).
+    `plans` has the sizes of the round by trainer id, for the trainers that run. Groups whose
+    trainers have equally many workers use the same devices, one group after another.
     """
     groups = []
-    for group in classes(control, plans, spec):
+    for group in group_by_size(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
             groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
@@ -203,8 +203,8 @@ def round_keys(
     is_streaming = spec.outer.own_params  # workers keep their own parameters between rounds
     keys: list[ProgramKey] = []
     if measures_gradients(batching):
-        keys += [group.key("stats") for group in classes(control, plans, spec)]
-    for group in group_trainers(control, plans, spec):
+        keys += [group.key("stats") for group in group_by_size(control, plans, spec)]
+    for group in group_by_plan(control, plans, spec):
         steps = group.steps_key()
         if needs_start(spec, steps):
             keys.append(group.key("start", accumulates=steps.accumulates))
@@ -216,13 +216,14 @@ def round_keys(
             keys.append(steps._replace(kind="fragment", sizes=group.sizes))
         else:
             keys += [steps, group.key("outer")]
-    return list(dict.fromkeys(keys))
+    return list(dict.fromkeys(keys))  # each once, in order
 
 
 def needs_start(spec: ProgramSpec, steps: ProgramKey) -> bool:
-    """Whether a round with the inner steps `steps` begins with the program "start".
+    """Return whether a round begins with the program "start", which prepares the workers.
 
-    Otherwise the workers of Streaming DiLoCo go on with the parameters and states that they have.
+    `steps` is the key of the round's inner steps. Without "start", the workers of Streaming DiLoCo
+    go on with the parameters and inner states that they have.
     """
     return not spec.outer.own_params or steps.accumulates or spec.reset_inner_state
 
@@ -232,7 +233,7 @@ def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> l
 
     `control` is the host's data before the first of them. If measured gradients grow the batch, the
     second round is listed for the fastest growth and for none; otherwise it is not listed. Merges
-    are predicted as in `foreseen`.
+    and joining workers are predicted (`foreseen`).
     """
     batching = settings.batching
     keys = round_keys(control, round_plans(control, settings), batching, spec)
@@ -265,10 +266,10 @@ def foreseen(
     return control
 
 
-def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """Collect what determines a round's inputs, to compare it with what they were made for.
+def round_identity(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
+    """Collect what determines a round's inputs: its number, what each worker reads, and the plans.
 
-    Inputs are made ahead. If the result has changed until the round begins, they are not used.
+    Inputs are made ahead. If this has changed when the round begins, they are not used.
     """
     return control.round, control.reads(), dict(plans)
 
@@ -288,8 +289,11 @@ def make_round_inputs(
       settings: The settings of the run.
       spec: Says which devices there are, and how rows look.
       rows: The data; what reading them raises, such as DataError, is passed on.
+
+    Returns:
+      The groups, and for each the arguments of its programs; rows are on the devices.
     """
-    groups = group_trainers(control, plans, spec)
+    groups = group_by_plan(control, plans, spec)
 
     # Which sequences the batch-size test measures: each worker's first ones. All trainers with
     # equally many workers are measured together, even if their plans differ.
@@ -297,15 +301,16 @@ def make_round_inputs(
     for m, plan in plans.items():
         num_tested[m] = test_count(plan, control.size(m).num_workers, settings.batching)
     tested_groups = []
-    for group in classes(control, plans, spec):
+    for group in group_by_size(control, plans, spec):
         if any(num_tested[m] for m in group.trainers):
             tested_groups.append(group)
-    # The workers that are measured on devices of this process, by `Control.reads`.
+    # The workers that are measured on devices of this process, each as (trainer id, stream,
+    # position in the stream), as `Control.reads` lists them.
     tested_here: set[tuple[int, int, int]] = set()
     for group in tested_groups:
         workers_at = placement(spec, group.layout).workers
         worker_reads = control.reads(group.trainers)
-        for worker in _here(workers_at, shape=(sum(group.sizes),), axis=0):
+        for worker in _local_indices(workers_at, shape=(sum(group.sizes),), axis=0):
             tested_here.add(worker_reads[worker])
 
     # The learning rates depend on the tokens of all trainers together.
@@ -339,6 +344,7 @@ def make_round_inputs(
         count_R = np.repeat(count_M, group.sizes)
         stats_rows.append(padded_stats_rows(group, first_rows_R, count_R, spec))
 
+    # The fields of each trainer's ledger line that the plan determines.
     lines = {m: planned(control, m, plans[m], rate_T) for m, rate_T in rates.items()}
     return RoundInputs(groups, calls, stats_rows, lines)
 
@@ -350,7 +356,7 @@ def calls_of(
     reads_R3: np.ndarray,
     spec: ProgramSpec,
 ) -> list[Call]:
-    """Divide a group's round into calls of the program `steps`; send the rows to the devices.
+    """Divide a group's round into calls of the program of inner steps; send rows to the devices.
 
     Args:
       group: The trainers, with the plan of their round.
@@ -448,7 +454,7 @@ def _positions(group: Group, num_turns: int) -> list[tuple[np.ndarray, tuple[np.
     return turns
 
 
-def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
+def _local_indices(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
     """Find the indices along an axis of an array whose entries are on devices of this process.
 
     `sharding` and `shape` are the array's.
@@ -470,7 +476,8 @@ def _sequences(
     """Read the rows that a group's workers train on in a round: leaves [T, R, B, L + 1].
 
     Args:
-      reads: Where each of the group's workers reads next (`Control.reads`).
+      reads: For each of the group's workers: trainer id, data stream, and the position in the
+        stream from which it reads next.
       group: The trainers, with the plan of their round.
       spec: Says which devices there are, and how rows look.
       rows: The data.
@@ -482,10 +489,10 @@ def _sequences(
     """
     num_micro_batches = group.plan.num_micro_batches
     size = group.plan.micro_batch_size
-    shape = (num_micro_batches, len(reads), size)
+    shape = (num_micro_batches, len(reads), size)  # T, R and B
     rows_TRB = _zero_rows(spec, shape)
     tokens_at = placement(spec, group.steps_key().layout).tokens_TRBL(size)
-    trained_here = _here(tokens_at, shape, 1)
+    trained_here = _local_indices(tokens_at, shape, 1)
     for worker, read in enumerate(reads):
         if worker not in trained_here and read not in tested_here:
             continue

@@ -1,7 +1,7 @@
 """The local engine: it runs the rounds of all trainers on the devices that JAX sees.
 
 Trainers whose rounds have equal sizes run together in one compiled program. If trainers have
-unequal numbers of workers, groups of them have devices of their own (`inputs.classes`).
+unequal numbers of workers, groups of them have devices of their own (`inputs.group_by_size`).
 
 To dispatch a program is to queue it on the devices without waiting for its results. A call is one
 run of the program of inner steps; a round has several. A flush synchronises the updates that
@@ -30,13 +30,20 @@ from adloco_jax.engine.inputs import (
     RoundInputs,
     Rows,
     StatsRows,
-    classes,
     foreseen,
+    group_by_size,
     make_round_inputs,
     programs_ahead,
-    reads,
+    round_identity,
 )
-from adloco_jax.engine.programs import Programs, merge_positions, merged, replace, spawned, taken
+from adloco_jax.engine.programs import (
+    Programs,
+    merge_positions,
+    merged,
+    replace_in_parts,
+    spawned,
+    taken,
+)
 from adloco_jax.engine.round import Outcome, by_update, inner_round, measure
 from adloco_jax.engine.sharding import placement, reshard
 from adloco_jax.engine.spec import Layout, ProgramSpec
@@ -186,7 +193,7 @@ class LocalEngine:
         self._ahead = None
         if ahead is not None:
             made_for, round_inputs = ahead
-            if made_for == reads(control, plans):
+            if made_for == round_identity(control, plans):
                 if isinstance(round_inputs, Exception):
                     raise round_inputs
                 return round_inputs
@@ -209,7 +216,7 @@ class LocalEngine:
             )
         except Exception as error:  # deliberately broad, because `inputs` raises the error later
             round_inputs = error
-        self._ahead = reads(control, plans), round_inputs
+        self._ahead = round_identity(control, plans), round_inputs
 
     def _measure(self, state: State, test: StatsRows) -> GradientStats:
         """Dispatch the measurement of a group's gradient statistics, and do not wait for it.
@@ -304,12 +311,12 @@ class LocalEngine:
         """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
         positions, workers = merge_positions(state.control, members, after)
         weights_n = np.asarray(weights, np.float32)
-        return replace(merged, state.ensemble, weights_n, positions, workers)
+        return replace_in_parts(merged, state.ensemble, weights_n, positions, workers)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
         """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
         (position,) = state.control.positions([trainer])
-        return replace(spawned, state.ensemble, position, num_workers)
+        return replace_in_parts(spawned, state.ensemble, position, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Set trainers and their workers to the mean of the workers (`contrib.flush_workers`).
@@ -323,7 +330,7 @@ class LocalEngine:
         owed = [m for m in sorted(trainers) if m not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state, []
-        for group in classes(control, owed, self.spec):
+        for group in group_by_size(control, owed, self.spec):
             positions = control.positions(group.trainers)
             sub = _take(ensemble, positions)
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
@@ -441,7 +448,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
         )
     if control.trainers:
         # Keep the others, by their positions before the removal.
-        ensemble = replace(taken, ensemble, state.control.positions(control.trainers))
+        ensemble = replace_in_parts(taken, ensemble, state.control.positions(control.trainers))
         # The run's round is that of the trainer with the fewest; the broken one may have been it.
         control.round = min(control.rounds_of(m) for m in control.trainers)
     return State(ensemble, control), changes

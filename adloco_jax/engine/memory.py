@@ -18,7 +18,7 @@ import jax
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import classes, round_keys
+from adloco_jax.engine.inputs import group_by_size, round_keys
 from adloco_jax.engine.programs import (
     Programs,
     needed_bytes,
@@ -225,7 +225,7 @@ def _largest_fitting(
     whole_pool = start(ensemble, batching, first, whole_pool=True)  # and with all that may join
     workers = whole_pool.sizes  # the number of each trainer's workers
     budget = spec.machine.budget(batching.memory_frac)  # bytes of a device that a run may use
-    least = least_bytes(spec, workers, accumulates=accumulates(batching, switch, first))
+    least = least_bytes(spec, workers, accumulates=may_accumulate(batching, switch, first))
     peaks_of: dict[int, dict[str, Peak]] = {first: {}}  # by candidate, as far as measured
 
     def compiled_bytes(size: int) -> int:
@@ -282,9 +282,11 @@ def program_peaks(
     """
     spec = programs.spec
     size = pool.max_batch_size
-    keys = first_keys(pool, batching, spec, size, accumulates=accumulates(batching, switch, size))
+    keys = first_keys(
+        pool, batching, spec, size, accumulates=may_accumulate(batching, switch, size)
+    )
     if spec.outer.leaves_unsynchronised:
-        keys += [group.key("flush") for group in classes(pool, pool.trainers, spec)]
+        keys += [group.key("flush") for group in group_by_size(pool, pool.trainers, spec)]
     # Each key once; the held-out losses are computed with batches of the same size.
     keys = dict.fromkeys([*keys, loss_key(size)])
     return {str(key): peak(programs, key, pool.sizes) for key in keys}
@@ -311,7 +313,7 @@ def first_keys(
     return keys
 
 
-def accumulates(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
+def may_accumulate(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
     """Whether a trainer may later accumulate gradients over several micro-batches of this size.
 
     It does once it requests a batch above `size`, unless such batches are clipped.
@@ -346,7 +348,7 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     return Peak(needed, bytes_here(beside))
 
 
-def model_shards(
+def choose_model_shards(
     spec: ProgramSpec,
     sizes: tuple[int, ...],
     *,
@@ -376,7 +378,7 @@ def model_shards(
     for shards in range(1, count + 1):
         if count % shards == 0:
             tried = dataclasses.replace(spec, model_shards=shards)
-            if state_bytes(tried, sizes) <= machine.budget(memory_frac):
+            if least_state_bytes(tried, sizes) <= machine.budget(memory_frac):
                 return shards
     return count
 
@@ -388,7 +390,7 @@ def require_room(spec: ProgramSpec, sizes: tuple[int, ...], memory_frac: float |
     of a device's memory. Nothing is compiled, so a run may still turn out not to fit.
     """
     machine = spec.machine
-    needed = state_bytes(spec, sizes)
+    needed = least_state_bytes(spec, sizes)
     budget = machine.budget(memory_frac)
     if needed > budget:
         raise ResourceError(
@@ -400,7 +402,7 @@ def require_room(spec: ProgramSpec, sizes: tuple[int, ...], memory_frac: float |
         )
 
 
-def state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
+def least_state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     """Bytes of a run's state and gradient sums on a device whose workers run one after another.
 
     That needs the least memory. `sizes` has the number of each trainer's workers.

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.arguments import takes
 from adloco_jax.core.types import LossFn
 from adloco_jax.data.rows import NUM_FIELDS
-from adloco_jax.engine.memory import Mode, model_shards
+from adloco_jax.engine.memory import Mode, choose_model_shards
 from adloco_jax.engine.optimizers import (
     Labeller,
     aggregator,
@@ -116,12 +116,14 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
         loss_of=loss_of,
         network=network,
         num_classes=class_count(model),
-        attention=functools.partial(attention, network, model, data, settings.batching, machine),
+        attention=functools.partial(
+            attention_kernel, network, model, data, settings.batching, machine
+        ),
         base_shapes=base_shapes,
     )
 
 
-def attention(
+def attention_kernel(
     network: nn.Module,
     model: ModelSettings,
     data: DataSettings,
@@ -356,7 +358,7 @@ def on_devices(
     Raises:
       ConfigError: If `given` does not divide the number of devices.
     """
-    shards = model_shards(spec, sizes, given=given, memory_frac=memory_frac)
+    shards = choose_model_shards(spec, sizes, given=given, memory_frac=memory_frac)
     if model is None:
         return dataclasses.replace(spec, model_shards=shards)
     kernel = model.attention(shards)

@@ -36,12 +36,13 @@ def labeller(arch: str, label_params: Labeller | None = None) -> Labeller:
 def parameter_labels(
     params: PyTree, label_params: Labeller, *, inner: InnerSettings, outer: OuterSettings
 ) -> dict[str, str]:
-    """Return each parameter's label, by its path; nothing if no function uses labels.
+    """Return each parameter's label, by its path; an empty dict if no function uses labels.
 
-    The inner optimizer uses them (AdamW only with `inner.decay = "matrices"`), or the aggregator.
-    `params` may be shapes.
+    The inner optimizer may use them (AdamW only with `inner.decay = "matrices"`), or the
+    aggregator. `params` may be shapes.
 
-    Raises ConfigError if a label is none of those known, or the parameter has too few axes for it.
+    Raises ConfigError if `label_params` raises an error or returns another tree than that of
+    `params`, if a label is none of those known, or if the parameter has too few axes for it.
     """
     used_inside = takes(INNER_OPTIMIZERS[inner.tx], "label_params")
     if inner.tx == "adamw" and inner.decay != "matrices":
@@ -82,7 +83,8 @@ def inner_transform(
     """Make the workers' optimizer with learning rate 1, after the clipping of gradients.
 
     It is `tx`, or if that is None the one that the settings name. A round multiplies each update by
-    the learning rate, which may change with every update.
+    the learning rate, which may change with every update. Raises ConfigError if the function that
+    the settings name raises an error.
     """
     # The state has one structure with and without clipping, so a resumed run may switch it.
     if inner.clip_norm is None:
@@ -102,7 +104,7 @@ def inner_transform(
 
 
 def aggregator(outer: OuterSettings, label_params: Labeller) -> Aggregator:
-    """Return the configured aggregator, with the labels of the parameters if it takes them."""
+    """Return the configured aggregator; `label_params` is bound to it if it has this parameter."""
     rule = AGGREGATORS[outer.aggregator]
     if not takes(rule, "label_params"):
         return rule
@@ -112,7 +114,11 @@ def aggregator(outer: OuterSettings, label_params: Labeller) -> Aggregator:
 def outer_transform(
     outer: OuterSettings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Make the trainers' optimizer: `tx`, or if that is None the one that the settings name."""
+    """Make the trainers' optimizer, whose updates are multiplied by `outer.learning_rate`.
+
+    It is `tx`, or if that is None the one that the settings name. Raises ConfigError if the
+    function that the settings name raises an error.
+    """
     if tx is None:
         with own_code(f"outer.tx = {outer.tx}"):
             tx = OUTER_OPTIMIZERS[outer.tx](momentum=outer.momentum)

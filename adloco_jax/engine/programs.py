@@ -95,7 +95,7 @@ class Programs:
         # For each program, frozen weights made of these parts, sharded as the program takes them.
         self._bases: dict[ProgramKey, PyTree] = {}
 
-    def hold(self, base: PyTree) -> None:
+    def set_frozen(self, base: PyTree) -> None:
         """Set the frozen weights of the run, for the programs that compute losses; None: none.
 
         They are copied to devices when a program first needs them. Programs share the copies: a
@@ -760,7 +760,7 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
         yield part
 
 
-def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
+def replace_in_parts(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
     """Return `change(ensemble, *arguments)`, computed in parts so that less memory is needed.
 
     `change` is `merged`, `spawned` or `taken`. Each part (`parts_of`) of the inner states is

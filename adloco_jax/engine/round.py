@@ -59,8 +59,8 @@ class Outcome(NamedTuple):
 def measure(programs: Programs, params_M: PyTree, test: StatsRows) -> GradientStats:
     """Start to measure gradient statistics of a group's workers, at their trainers' parameters.
 
-    `params_M` are the parameters of the group's trainers. Returns statistics with fields [R], which
-    may still be computed.
+    `params_M` are the parameters of the group's trainers. `test` has the group, and the rows on
+    which each worker is measured. Returns statistics with fields [R], which may still be computed.
     """
     return programs.call(test.group.key("stats"), params_M, test.rows_RB, test.count_R)
 
@@ -91,17 +91,17 @@ def inner_round(
     """
     spec = programs.spec
     is_streaming = spec.outer.own_params
-    steps = group.steps_key()
+    steps_key = group.steps_key()  # of the program of inner steps
     inner_state_R = sub.inner_state_R
     workers = Workers(sub.params_R, inner_state_R)
     sub = sub.replace(params_R=None, inner_state_R=None)
-    if needs_start(spec, steps):
+    if needs_start(spec, steps_key):  # else the workers go on with what they have
         # The program takes only the parameters from which the workers start.
         bare = sub.replace(outer_state_M=None, round=None, average_M=None)
         if is_streaming:  # from the workers' own, else from the trainers'
             bare = bare.replace(params_M=None, params_R=workers.params_R)
-        start = group.key("start", accumulates=steps.accumulates)
-        workers = programs.call(start, bare)
+        start_key = group.key("start", accumulates=steps_key.accumulates)
+        workers = programs.call(start_key, bare)
         if not spec.reset_inner_state:  # the program has not seen the states that are kept
             workers = workers.replace(inner_state_R=inner_state_R)
 
@@ -111,15 +111,18 @@ def inner_round(
     for number, call in enumerate(calls, start=1):
         inputs = (call.rows_TRB, call.rate_TR, call.update_T, call.stream_R3)
         if is_streaming and number % calls_per_fragment == 0:  # a fragment ends with this call
-            # A synchronisation depends on whose the workers are, so the key has all sizes.
-            key = steps._replace(kind="fragment", sizes=group.sizes)
+            # A synchronisation depends on whose the workers are, so the key has the number of each
+            # trainer's workers, and not only their sum.
+            key = steps_key._replace(kind="fragment", sizes=group.sizes)
             fragment = np.int32(number // calls_per_fragment - 1)
             sub, workers, (loss_TR, skipped_TR), norm_M = programs.call(
                 key, sub, workers, *inputs, fragment
             )
             norms.append(norm_M)
         else:
-            workers, loss_TR, skipped_TR = programs.call(steps, workers, *inputs, *call.position)
+            workers, loss_TR, skipped_TR = programs.call(
+                steps_key, workers, *inputs, *call.position
+            )
         measured.append((loss_TR, skipped_TR))
         on_call(loss_TR)
     return sub, Workers(workers.params_R, workers.inner_state_R), measured, norms
@@ -133,7 +136,7 @@ def by_update(
     `measured` has losses and skipped updates [T, R] for each call, in order. Returns the mean loss
     of each update, NaN if the update was skipped, and whether the update was skipped: both [S, R].
     """
-    losses, skips = zip(*jax.device_get(measured), strict=True)
+    losses, skips = zip(*jax.device_get(measured), strict=True)  # waits for the devices
     loss_TR = _by_worker(group, losses)
     skipped_TR = _by_worker(group, skips)
     num_A = group.plan.num_accum_steps
@@ -146,10 +149,11 @@ def by_update(
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join the results of a round's calls to one array [T of the round, R].
 
-    `parts` are arrays [T of a call, workers of a call]. All calls of a turn follow one another. A
-    turn runs one worker of each device, or all workers at once if there is only one turn.
+    If a device's workers run one after another, a turn runs one worker of each device; otherwise
+    there is one turn, with all workers. A call runs some micro-batches of a turn's workers, and all
+    calls of a turn follow one another. `parts` has the result of each call, [T of the call, workers
+    of the turn].
     """
-    # A call has the workers of one turn.
     num_turns = sum(group.sizes) // parts[0].shape[1]
     calls_per_turn = len(parts) // num_turns
     turns = []

@@ -115,7 +115,10 @@ class Machine:
         return text
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device's memory for a run; `memory_frac` None: 0.8 on a CPU, else 0.92."""
+        """Bytes of a device's memory that a run may use.
+
+        `memory_frac` is the fraction of all of it; None: 0.8 on a CPU, else 0.92.
+        """
         if memory_frac is None:  # a CPU's memory also holds the host's data and other programs
             memory_frac = 0.8 if self.platform == "cpu" else 0.92
         return int(memory_frac * self.device_bytes)
@@ -126,7 +129,7 @@ TAKEN = 0.95
 
 
 def here() -> Machine:
-    """Return the devices of all processes of this run, and the memory of one device in bytes."""
+    """Return the machine of this run: the devices of all its processes, with their memory."""
     local = jax.local_devices()
     stats = local[0].memory_stats() or {}  # None on a CPU
     limit = stats.get("bytes_limit")
@@ -195,6 +198,7 @@ class ProgramSpec:
     @property
     def state_bytes(self) -> StateBytes:
         """Bytes of a trainer's parameters and optimizer states that merges and joins send."""
+        # An inner state that is reset in every round need not be sent to a worker that joins.
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         average_bytes = self.param_bytes if self.outer.average else 0
         outer_bytes = _sent_bytes(self.outer_tx, self.params) + average_bytes
@@ -220,7 +224,7 @@ def num_bytes(tree: PyTree) -> int:
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes that must be sent to copy an optimizer's state to another trainer or worker.
 
-    Counts of updates are not sent, as they are equal there; only floating-point arrays are.
+    `params` may be shapes. Only floating-point arrays are sent: counts of updates are equal there.
     """
     state = jax.eval_shape(tx.init, trainable(params))
     leaves = jax.tree.leaves(state)

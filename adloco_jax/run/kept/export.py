@@ -232,7 +232,7 @@ def read_trained(
         # In the batches in which the run evaluates, which are known to fit the memory.
         heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
         with contextlib.closing(Programs(run.spec)) as programs:
-            programs.hold(run.model.base.params)  # frozen weights go to the devices
+            programs.set_frozen(run.model.base.params)  # frozen weights go to the devices
             # In an average each trainer weighs by its demand: the batch that it asks for.
             params, source = evaluate.consensus(ensemble, programs, heldout, control.demands)
     num_classes = class_count(settings.model)

@@ -143,7 +143,7 @@ def begin_control(
     if mode != most_frugal:
         choice.programs.close()  # they were compiled for the other mode
         choice = choose_among([most_frugal])
-    choice.programs.hold(run.model.base.params)  # frozen weights go to the devices
+    choice.programs.set_frozen(run.model.base.params)  # frozen weights go to the devices
     # All processes use the smallest micro-batch that one has chosen.
     max_batch_size = min(processes.gather(choice.max_batch_size))
     if content is None:
