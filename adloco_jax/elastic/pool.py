@@ -4,7 +4,9 @@ A learner has a number, which stays with its workers, and a process, which may b
 started again. `LearnerRecord` is what the driver knows of the process. The driver pings a learner,
 which asks for a sign of life. Times are seconds of `time.monotonic`. A transport reaches learners:
 it starts processes ("launches"), or offers their numbers to machines that join by themselves. The
-quorum (`engine.quorum`) is the number of learners with which a run can go on.
+quorum (`engine.quorum`) is the number of learners with which a run can go on. A learner has joined
+once its first answer has shown that it has the driver's data and versions. The control is the
+host's part of the run's state, with its trainers and their workers.
 """
 
 import contextlib
@@ -74,15 +76,15 @@ class LearnerPool:
     def __init__(self, setup: LearnerSetup, write: Callable[..., object]):
         """Store the arguments; `start_all` starts the learners.
 
-        `setup` is that from which each learner is made. `write(event, **fields)` adds a line to the
-        ledger.
+        `setup` is what each learner is made from. `write(event, **fields)` adds a line to the run's
+        ledger, its file of events.
         """
         self._setup = setup
         self._settings = setup.settings
         self._write = write
         self.transport: Transport  # once the learners are started
         self.learners: dict[int, LearnerRecord] = {}  # by number
-        # The host's data after the newest round, for the ledger's lines; the engine sets it.
+        # The control after the newest round, for the ledger's lines; the engine sets it.
         self.control: Control
         # The transport's handles of processes, by the learner's number. A number has none while its
         # next process is planned.
@@ -100,23 +102,21 @@ class LearnerPool:
     def start_all(self, num_workers: int) -> None:
         """Connect to the learners, start them all, and wait until enough have joined.
 
-        Processes that the transport starts have `engine.restart_s` seconds; then a quorum, or one,
-        is enough. Of learners that join by themselves a quorum is awaited; without one, a single
-        learner if the driver's computer trains too (`engine.trains_here`), else all.
+        `_wait_for_learners` says how many are enough.
 
         Args:
-          num_workers: Number of workers, which is that of the learners without
-            `engine.max_learners`.
+          num_workers: Number of workers; also that of learners, unless `engine.max_learners` is
+            set.
 
         Raises:
           ConfigError: If a learner has other data or versions, or the address does not answer.
-          ResourceError: If too few join.
-          Preempted: If a signal comes before.
+          ResourceError: If too few join, or the learners cannot be reached.
+          Preempted: If a signal comes before enough have joined.
         """
         rule = self._settings.engine
         count = rule.max_learners or num_workers  # of learners
-        now_ms = int(time.time() * 1000)
-        log = Path(self._setup.log) / str(now_ms)  # a folder for each start
+        now_ms = int(time.time() * 1000)  # milliseconds
+        log = Path(self._setup.log) / str(now_ms)  # a folder for each start of the driver
 
         # The driver's devices cannot be sent to another process; a learner finds its own.
         machine = dataclasses.replace(self._setup.spec.machine, devices=())
@@ -128,7 +128,7 @@ class LearnerPool:
             return is_over(self.control, self._settings)
 
         connect = TRANSPORTS[rule.kind].connect
-        connection = connect(rule.address, count, setup, run_is_over)
+        connection = connect(rule.address, count, setup, run_is_over)  # a context manager
         self.transport = self._connection.enter_context(connection)
         log.mkdir(parents=True)
         for number in range(count):
@@ -142,9 +142,10 @@ class LearnerPool:
     def _wait_for_learners(self) -> None:
         """Wait until enough learners have joined, or too few have for too long.
 
-        Of processes that the transport starts, all are awaited for `engine.restart_s` seconds; then
-        a quorum, or one, is enough. Of learners that join by themselves a quorum is awaited without
-        an end; without one, a single learner if the driver's computer trains too, else all.
+        Of processes that the transport starts, all are awaited for `engine.restart_s` seconds;
+        after that a quorum is enough, or one if no quorum is set. Learners that join by themselves
+        are awaited without an end: a quorum of them; if none is set, one if the driver's computer
+        trains too (`engine.trains_here`), else all.
 
         Raises ResourceError if too few join, ConfigError if one has other data or versions, and
         Preempted if a signal comes before.
@@ -153,14 +154,15 @@ class LearnerPool:
         count = len(self.learners)
         launches = self.transport.launches  # whether the transport starts processes
 
-        # With fewer than `least` the run cannot begin. One is enough if the driver starts it.
+        # With fewer than `least` the run cannot begin. One is enough if the driver starts it; it
+        # starts none for `fit`, as it cannot send that caller's model.
         if rule.quorum:
             least = min(rule.quorum, count)
         elif launches or (rule.starts_learner and not self._setup.by_fit):
             least = 1
         else:
             least = count
-        # When `wanted` have joined, or after `patience_s`, nobody is waited for.
+        # The wait ends when `wanted` have joined, or after `patience_s`.
         if launches:
             wanted = count
             patience_s = rule.restart_s
@@ -174,6 +176,7 @@ class LearnerPool:
             if not launches and self.num_present != told:
                 told = self.num_present
                 say(f"learners: {told} of {wanted} have joined")
+            # `cause` is why the last process was lost; empty if it was not.
             if launches and all(each.cause for each in self.learners.values()):
                 break  # each has failed once, so the next ones would fail too
             if processes.is_asked_to_stop():
@@ -196,13 +199,16 @@ class LearnerPool:
     def poll(self) -> list[Event]:
         """Return the responses and losses of learners since the last call; restart lost ones.
 
-        It waits a fraction of a second at most. `LearnerRecord.fault` says which are lost. Raises
-        ConfigError if, at the start, one has other data or versions, ResourceError if none is left.
+        It waits a fraction of a second at most. A learner is lost if its process has ended, gives
+        no sign of life, or works for much longer than its speed explains.
+
+        Raises ConfigError if, at the start, a learner has other data or versions; ResourceError if
+        no learner is left, or none can be reached any more.
         """
         before_s = self._looked_s
         replies = self.transport.poll([*self._calls], _POLL_S)
         self._looked_s = time.monotonic()
-        # Between two looks the driver may have been busy, and has not seen what learners sent.
+        # If the last call is long ago, the driver was busy, and has not seen what learners sent.
         away_s = self._looked_s - before_s - _POLL_S
         if away_s > _POLL_S:
             self._put_off_deadlines(away_s)
@@ -225,10 +231,10 @@ class LearnerPool:
         return events + self._check_learners()
 
     def _check_learners(self) -> list[Event]:
-        """Start processes that are due, ask for signs of life, and return the losses.
+        """Start processes that are due, ping learners, and return the losses.
 
-        A learner with a fault, such as a ping without a response for too long, is lost here. Raises
-        ResourceError if no learner is left.
+        A learner counts as lost if `LearnerRecord.fault` finds one, such as a ping without an
+        answer for too long. Raises ResourceError if no learner is left.
         """
         rule = self._settings.engine
         restart_s = math.inf  # learners that join by themselves may do so at any time
@@ -236,10 +242,11 @@ class LearnerPool:
             restart_s = rule.restart_s
         losses: list[Event] = []
         now_s = time.monotonic()
-        for number, learner in [*self.learners.items()]:
+        for number, learner in [*self.learners.items()]:  # a copy, as records are replaced
             # A process without a handle is planned: `started_s` is when it is due.
             if number not in self._handles and now_s >= learner.started_s:
                 self._launch(learner)
+            # In words why it counts as lost; empty if it does not.
             cause = learner.fault(now_s, heartbeat_s=rule.heartbeat_s, restart_s=restart_s)
             if cause:
                 losses.append(self._lose(learner, cause))
@@ -250,11 +257,11 @@ class LearnerPool:
         return losses
 
     def _put_off_deadlines(self, away_s: float) -> None:
-        """Move the deadlines of all learners: the driver was late, not they."""
+        """Move the deadlines of all learners by `away_s`: so long the driver did not look."""
         for learner in self.learners.values():
-            if learner.asked_s is not None:
+            if learner.asked_s is not None:  # a ping waits for an answer
                 learner.asked_s += away_s
-            if learner.due_s is not None:
+            if learner.due_s is not None:  # its work must be done by a time
                 learner.due_s += away_s
 
     def up_s(self) -> float:
@@ -262,7 +269,7 @@ class LearnerPool:
 
         A process is up from the request to start it; one that joins by itself, from when it has
         joined. A process that has not joined is not counted yet, as it may be waiting for a node.
-        If it did run, it is counted when it ends.
+        If it has run, it is counted when it ends.
         """
         now_s = time.monotonic()
         present = [each for each in self.learners.values() if each.joined]
@@ -274,15 +281,16 @@ class LearnerPool:
         return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: LearnerRecord) -> None:
-        """Start a learner's process, or offer its number to who joins; ask for its first sign."""
+        """Start a learner's process, or offer its number to machines that join; ping it."""
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
         self._ping(learner.number)
 
     def put(self, params: PyTree, kind: Hashable) -> Reference:
-        """Store a trainer's parameters for learners; return a reference to pass in calls.
+        """Store a trainer's parameters for learners; return the reference for `ask_for_round`.
 
-        `kind` says what they are (`Transport.put`): newer ones of the same kind replace them.
+        `params` are whole parameters, or a packed update. `kind` says which, and of which trainer:
+        newer ones of the same kind replace older ones.
         """
         reference, sent_bytes = self.transport.put(params, kind)
         self.wire_bytes += sent_bytes
@@ -297,7 +305,11 @@ class LearnerPool:
     ) -> None:
         """Ask a learner to run a round; `poll` returns a `RoundAnswer` later.
 
-        `params` is a reference that `put` returned; None if the learner has the parameters.
+        Args:
+          number: Number of the learner.
+          request: Which trainer's round, and for which workers.
+          inputs: Learning rates, and the inner states that the learner lacks.
+          params: What `put` returned; None if the learner has the parameters.
         """
         call, sent_bytes = self.transport.submit(
             self._handles[number], "run_round", request=request, inputs=inputs, params=params
@@ -306,7 +318,7 @@ class LearnerPool:
         self._calls[call] = PendingCall(number, "run_round", request=request)
 
     def ask_for_states(self, number: int, keys: list[StateKey]) -> None:
-        """Ask a learner for inner states that it has; `poll` returns a `StatesAnswer` later."""
+        """Ask a learner for the inner states with these keys; `poll` returns a `StatesAnswer`."""
         call, sent_bytes = self.transport.submit(self._handles[number], "states", wanted=keys)
         self.wire_bytes += sent_bytes
         self._calls[call] = PendingCall(number, "states", keys=keys)
@@ -329,7 +341,7 @@ class LearnerPool:
         learner = self.learners[number]
         if trainer is None:
             for worker_id in sorted(learner.worker_ids):
-                if worker_id in self.control.trainer_of:
+                if worker_id in self.control.trainer_of:  # else its trainer is no more there
                     trainer = self.control.trainer_of[worker_id]
                     break
         line: dict[str, Any] = {
@@ -349,18 +361,20 @@ class LearnerPool:
         say(f"{name} {what}: {why}")
 
     def _process_ping(self, learner: LearnerRecord, sign: Sign) -> list[Event]:
-        """Process a learner's response to a ping; return a `Loss` if it has left or must not join.
+        """Process a learner's answer to a ping.
 
-        The first response of a process says what it has (`Sign.hello`), and lets it join.
+        By its first answer a process joins, if it has the driver's data and versions. Returns a
+        `Loss` if it must not join, or has left; otherwise nothing. Raises ConfigError if, at the
+        start, a process of the driver must not join; ResourceError if no learner is left.
         """
         if not learner.joined:
             learner.owner = sign.owner
             return self._admit(learner, sign.hello)
-        learner.asked_s = None  # no ping waits for a response
+        learner.asked_s = None  # no ping waits for an answer
         if sign.leaving:
             learner.leaving = True
 
-        # A learner halves its micro-batches when memory does not suffice.
+        # Each time when memory does not suffice, a learner at least halves its micro-batches.
         if sign.max_batch_size <= learner.max_batch_size / 2:
             learner.max_batch_size = sign.max_batch_size
             why = f"out of memory; it takes micro-batches of at most {sign.max_batch_size}"
@@ -381,12 +395,13 @@ class LearnerPool:
         return []
 
     def _admit(self, learner: LearnerRecord, hello: Hello) -> list[Event]:
-        """Let a learner join if it has the driver's data and versions.
+        """Let a learner join if it has the driver's data and versions, as `hello` describes them.
 
         Otherwise its process is ended, and its loss is in the list that is returned. Raises
-        ConfigError instead if the driver has started the process, and the run has not begun.
+        ConfigError instead if the driver has started the process, and the run has not begun;
+        ResourceError if no learner is left.
         """
-        differing = self._differing(hello)
+        differing = self._differing(hello)  # in words; empty if nothing differs
         if not differing:
             learner.joined = True
             learner.lost_s = None
@@ -406,12 +421,12 @@ class LearnerPool:
                 " give it the same files"
             )
         if self.transport.launches:
-            learner.failures = math.inf  # the next one would differ too
+            learner.failures = math.inf  # the next process would differ too, so none is started
             fault += "; not started again"
         return [self._lose(learner, fault, has_run=True)]  # it has answered
 
     def _differing(self, hello: Hello) -> list[str]:
-        """Say in words what a learner has otherwise than the driver; empty if nothing."""
+        """Return in words what differs between a learner and the driver; empty if nothing does."""
         differing = []
         if hello.fingerprint != self._setup.fingerprint:
             differing.append("other data")
@@ -429,7 +444,7 @@ class LearnerPool:
         The ledger gets a line, and another process may take the learner's number.
         """
         self.note(learner.number, "left", "asked to end")
-        learner.worker_ids = []
+        learner.worker_ids = []  # the next process does not get them
         self._replace_process(learner.number)
 
     def _lose(self, learner: LearnerRecord, cause: str, *, has_run: bool = False) -> Loss:
@@ -438,16 +453,16 @@ class LearnerPool:
         Args:
           learner: The learner.
           cause: Why it is lost, in words.
-          has_run: Whether the process is known to have run although it has not joined, as it has
-            answered. One that never answered may have waited for a node; of such losses in a row
-            with the same cause only the first is in the ledger.
+          has_run: Whether the process has answered, so that it has run. Without an answer it has
+            run only if it has joined: it may have waited for a node. Of losses of processes that
+            have not run, with the same cause in a row, only the first is in the ledger.
 
         Raises:
           ResourceError: If no learner is left: no process runs, and none is planned.
         """
         number = learner.number
         has_run = has_run or learner.joined
-        if has_run or learner.cause != cause:
+        if has_run or learner.cause != cause:  # `cause` of a record is that of the process before
             self.note(number, "lost", cause)
         if learner.joined:  # what it did since its last report, or its start, is lost
             self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
@@ -462,12 +477,12 @@ class LearnerPool:
         Args:
           number: The learner's number.
           cause: Why it was lost; empty if it was asked to end.
-          has_run: Whether its process did run. The pause before the next grows with the number of
-            processes in a row that ran but did not join.
+          has_run: Whether its process has run. The pause before the next grows with the number of
+            processes in a row that have run but not joined.
         """
         before = self.learners[number]
         now_s = time.monotonic()
-        failures = before.failures  # processes in a row that ran but did not join
+        failures = before.failures  # of the processes before this one
         if before.joined:
             failures = 0.0
         elif has_run:
@@ -478,7 +493,7 @@ class LearnerPool:
         self.learners[number] = LearnerRecord(
             number=number,
             incarnation=before.incarnation + 1,
-            started_s=now_s + pause_s(failures),
+            started_s=now_s + pause_s(failures),  # when the next process is due; infinity: never
             failures=failures,
             worker_ids=before.worker_ids,
             cause=cause,

@@ -7,7 +7,9 @@ driver makes a fresh one: that of a worker which has made no update.
 `update` is an outer update that is packed to be sent, as `core.compress.pack` returns it. A state
 is the tree that `spec.inner_tx.init` returns for one worker, in NumPy, without an axis of workers.
 Its key is its trainer's id, its worker's id, and the position in the worker's rows where the next
-round begins (`StateKey`). `R` is the axis of all workers of an ensemble.
+round begins (`StateKey`). `R` is the axis of all workers of an ensemble. The driver's control says
+which trainers and workers there are; `control.reads()` lists the key of each worker's state, in the
+order of `R`. `LearnerRecord` is what the driver knows of one learner process.
 """
 
 from collections import defaultdict
@@ -53,7 +55,7 @@ class CompletedRequest(NamedTuple):
 class SentParams:
     """Trainers' parameters in the form in which learners get them: whole, or their last update.
 
-    The update is that of `core.outer.outer_update`, so learners have the driver's bits.
+    A learner that adds the update to the version before has the same bits as the driver.
     """
 
     def __init__(self, pool: LearnerPool):
@@ -70,8 +72,8 @@ class SentParams:
           trainer: Id of the trainer.
           update: The packed update that changed them. None if there is none to send: the next
             request brings whole parameters.
-          learner: A learner that has the new parameters already, because they are those of its
-            worker: a single worker's are taken as they are. None if no learner has.
+          learner: The learner that has the new parameters already, because the trainer has taken
+            those of its only worker; None: no learner has them.
         """
         before = self._newest[trainer]
         newest = _Version(id=before.id + 1, update=update)
@@ -82,11 +84,11 @@ class SentParams:
     def complete_request(
         self, request: Request, learner: LearnerRecord, whole_params: Callable[[], PyTree]
     ) -> CompletedRequest:
-        """Complete a learner's request by the trainer's parameters that the learner lacks.
+        """Complete a learner's request by the trainer's parameters, if the learner lacks them.
 
         A learner that has the version before is sent the update, if there is one; another is sent
-        whole parameters. They are stored in the transport once, and serve every learner. The
-        learner is recorded as having them from now on, as the caller sends the request.
+        whole parameters. They are stored in the transport once, for all learners. The learner is
+        recorded as having them from now on, as the caller sends the request.
 
         Args:
           request: Its fields `params_sha256` and `is_update` are set in the result.
@@ -97,8 +99,8 @@ class SentParams:
         """
         trainer = request.trainer
         newest = self._newest[trainer]
-        if not newest.sha256:
-            newest.sha256 = tree_sha256(whole_params())
+        if not newest.sha256:  # the version has not been sent yet
+            newest.sha256 = tree_sha256(whole_params())  # by which the learner checks its own
 
         had_id = learner.params_ids.get(trainer, 0)  # 0: the learner has no version
         learner.params_ids[trainer] = newest.id
@@ -108,6 +110,7 @@ class SentParams:
             return CompletedRequest(request, params=None)
 
         if is_update not in newest.stored:
+            # The second argument is the kind: newer parameters replace older ones of one kind.
             if is_update:
                 reference = self._pool.put(newest.update, (trainer, "update"))
             else:
@@ -116,9 +119,9 @@ class SentParams:
         return CompletedRequest(request, params=newest.stored[is_update])
 
     def forget(self, learner: LearnerRecord, trainer: int) -> None:
-        """Assume that a learner has no parameters of any trainer, and none of `trainer` are stored.
+        """Assume that a learner has no parameters at all, and that none of `trainer` are stored.
 
-        So the next request to the learner brings whole parameters, which are stored again.
+        So the learner's next request brings whole parameters; those of `trainer` are stored again.
         """
         learner.params_ids.clear()
         self._newest[trainer].stored.clear()
@@ -137,8 +140,9 @@ class InnerStates:
         Args:
           spec: Has the optimizer that makes a fresh state, and the shapes of the parameters.
           pool: The learners, to ask them for states.
-          poll: Processes what learners have sent meanwhile, and passes states to `receive`. Methods
-            that wait for learners call it again and again.
+          poll: Processes what learners have sent since its last call, and passes states to
+            `receive`. Methods here that wait for learners call it again and again; they raise its
+            errors, such as ResourceError if no learner is left.
         """
         self._spec = spec
         self._pool = pool
@@ -146,13 +150,13 @@ class InnerStates:
         self._here: dict[int, PyTree] = {}  # states in this process, by worker id
         # By worker id, the learner whose response for it counted last: it has the state after that.
         self._holders: dict[int, LearnerRecord] = {}
-        self._received: dict[StateKey, PyTree] = {}  # answers to the last `_fetch`
+        self._received: dict[StateKey, PyTree] = {}  # what learners have sent since the last fetch
 
     def receive(self, keys: Sequence[StateKey], states: Sequence[PyTree] | Refused) -> None:
         """Store the inner states that a learner has sent, one for each of the keys.
 
-        A learner that lacks one of them has refused them all. They are not stored, and whoever
-        asked for them makes fresh ones.
+        A learner that lacks one of them refuses to send any. Then nothing is stored, and fresh
+        states are used in their place.
         """
         if isinstance(states, Refused):
             return
@@ -165,21 +169,20 @@ class InnerStates:
         An ensemble has them only after a resume, a merge or a spawn; otherwise nothing is done.
         They replace all that were kept here.
 
-        A state is not kept if a learner has the same one, so that it is not sent there again. That
-        is known of those which `_fetch` has received, before the merge, from learners that still
-        run.
+        A state is not kept if a learner has the same one, so that it is not sent there again. The
+        states that learners have are known from before the merge or spawn, for which they were
+        fetched.
         """
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
         inner_R = jax.device_get(inner_R)
         self._here = {}
-        # `reads()` has a state's key for each worker, in the order of axis R.
         for position, key in enumerate(state.control.reads()):
             _, worker_id, _ = key
             own = jax.tree.map(lambda leaf, at=position: leaf[at], inner_R)
             in_learner = None
-            if self._holder(worker_id) is not None:
+            if self._holder(worker_id) is not None:  # the learner that had it still runs
                 in_learner = self._received.get(key)
             if in_learner is None or not _equal(own, in_learner):
                 self._here[worker_id] = own
@@ -189,7 +192,7 @@ class InnerStates:
         """Move workers' inner states to this process, and wait for those that learners send.
 
         A worker that moves to another learner is sent its state from here. Over slow links nothing
-        is brought: a state is several times an update, and a fresh one serves.
+        is brought: a state is several times as large as an update, and a fresh one serves.
 
         Args:
           control: Says where each worker reads next, which is part of the key of its state.
@@ -198,7 +201,7 @@ class InnerStates:
         """
         if self._spec.reset_inner_state or not self._pool.transport.moves_states:
             return
-        keys = []
+        keys = []  # of the states to bring
         for key in control.reads():
             _, worker_id, _ = key
             if worker_id in targets and self._holders.get(worker_id) is not targets[worker_id]:
@@ -208,10 +211,11 @@ class InnerStates:
             self._here[worker_id] = state
 
     def state_to_send(self, worker_id: int, learner: LearnerRecord) -> PyTree | None:
-        """Return the inner state to send with a worker's round; None if the learner has it.
+        """Return the inner state to send with a worker's round; None if the learner needs none.
 
-        A state that is neither here nor in this learner is made fresh. It is kept here until the
-        round counts, as the round may have to be sent again.
+        It needs none if it has the state, or makes fresh ones itself. A state that is neither here
+        nor in this learner is made fresh. It is kept here until the round counts, as the round may
+        have to be sent again.
         """
         if self._spec.reset_inner_state:
             return None  # the learner makes a fresh one
@@ -220,7 +224,7 @@ class InnerStates:
         return self._here.get(worker_id)
 
     def record_counted(self, worker_id: int, learner: LearnerRecord) -> None:
-        """Record that a worker's round was counted: only `learner` has the state after it."""
+        """Record that a worker's response counts: only its sender, `learner`, has the new state."""
         self._here.pop(worker_id, None)
         self._holders[worker_id] = learner
 
@@ -235,10 +239,10 @@ class InnerStates:
     def ensemble_with_states(self, state: State, *, fetches: bool) -> Ensemble:
         """Return the ensemble with an inner state for each worker, stacked along axis R.
 
-        An ensemble that has inner states is returned as it is. Otherwise the states are those of
-        this process and, after waiting for them, of learners. One that is lost is fresh, which on a
-        small model gave a lower loss than the mean of the trainer's other workers
-        (studies/LOG.md, 2026-11-25).
+        An ensemble that has inner states is returned as it is. Otherwise the states are those that
+        are kept here, and those that learners send, for which this waits. In place of a lost state
+        there is a fresh one, which on a small model gave a lower loss than the mean of the
+        trainer's other workers (studies/LOG.md, 2026-11-25).
 
         Args:
           state: Ensemble and control; the ensemble is not changed.
@@ -269,8 +273,9 @@ class InnerStates:
     def _fetch(self, keys: Sequence[StateKey]) -> None:
         """Request the inner states that only learners have, and wait until each has answered.
 
-        Those that are in this process already are not requested. `_received` has only the others
-        afterwards, without those whose learner was lost or has refused.
+        `keys` are those of the wanted states, of which those that are kept here are not requested.
+        Afterwards `_received` has what learners have sent, and nothing else: it lacks a state whose
+        learner was lost or has refused.
         """
         self._received.clear()
         asked: dict[int, list[StateKey]] = {}  # by the number of the learner
@@ -281,19 +286,20 @@ class InnerStates:
                 asked.setdefault(holder.number, []).append(key)
         for number, wanted in asked.items():
             self._pool.ask_for_states(number, wanted)
-        while self._pool.pending("states"):
+        while self._pool.pending("states"):  # calls without an answer; none of a lost learner
             self._poll()
 
     def _holder(self, worker_id: int) -> LearnerRecord | None:
         """Return the learner that has a worker's state; None if it has ended, or none has it."""
         holder = self._holders.get(worker_id)
+        # The pool has a new record for the next process of a learner's number.
         if holder is None or self._pool.learners.get(holder.number) is not holder:
             return None
         return holder
 
     def _fresh(self) -> PyTree:
         """Make the inner state of a worker that has made no update."""
-        # `spec.params` has only shapes and types, so the values are zeros.
+        # `spec.params` has only shapes and types; zeros stand for the values.
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)
         return jax.device_get(self._spec.inner_tx.init(zeros))
 
