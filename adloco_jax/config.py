@@ -6,7 +6,9 @@ the `Settings` that all other modules read.
 
 A fault is what is wrong with an option, in words; a rule says which options go together. A table
 maps names to what an option can name, such as optimizers. A run's record is `config.json` in its
-folder, with the settings that it began with. A learner is a process that trains workers.
+folder, with the settings that it began with. A trainer is a model in training; its workers train
+copies of it. A learner is a process that trains workers. A micro-batch is the part of a worker's
+batch that a device takes at once.
 """
 
 import contextlib

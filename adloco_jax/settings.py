@@ -6,8 +6,10 @@ whether it may change when a run is resumed. Does not import JAX.
 
 A key is an option's name with its group, such as `inner.tx`. A table maps names to what a user can
 choose by name, such as optimizers; config files can add entries. A trainer is a model in training;
-its workers train copies of it, and a synchronisation brings these together. A learner is a process
-of its own that trains workers, for the driver, the process that holds the run.
+its workers train copies of it, and a synchronisation brings these together. It may send the
+parameters in parts, fragments, one after another. An adapter is small matrices that are trained
+beside frozen weights. A learner is a process of its own that trains workers, for the driver, the
+process that holds the run.
 """
 
 import inspect

@@ -1,9 +1,10 @@
 """Run a whole experiment: build its parts, call the training loop, and write the report.
 
 A run may be tried several times: an attempt begins at the newest checkpoint. Its rounds are run by
-an engine, in this process or in learners: other processes, for which this one is the driver. The
-consensus is the model that stands for all trainers: the only one, the best, or their average. The
-ledger is the log of a run. An observer is a function that is called after each round.
+an engine, in this process or in learners: other processes, for which this one is the driver. A
+trainer is a model in training; its workers train copies of it. The consensus is the model that
+stands for all trainers: the only one, the best, or their average. The ledger is the log of a run.
+An observer is a function that is called after each round.
 """
 
 import contextlib

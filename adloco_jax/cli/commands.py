@@ -2,7 +2,10 @@
 
 Each is called with its parsed options, and with the command line as a text, which only runs record.
 A *ticket* is a text that a run's driver prints: it has the address and the secret by which other
-computers join the run. The *card* of a model is the README.md beside it, which describes it.
+computers join the run. The *card* of a model is the README.md beside it, which describes it. A
+*trainer* is a model in training, of which a run may have several. A *table* maps names to what an
+option can name, such as optimizers; a config file can add entries.
+
 A command imports what it needs when it is called, so that other commands start quickly.
 """
 

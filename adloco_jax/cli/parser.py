@@ -1,6 +1,7 @@
 """The options of the command line.
 
-It is parsed before the command's module is imported, so that help does not wait for JAX.
+It is parsed before the command's module is imported, so that help does not wait for JAX. The driver
+is the process that holds a run, and learners are other processes that train for it.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""The commands `adloco train` and `adloco plan`."""
+"""The commands `adloco train` and `adloco plan`.
+
+A table maps names to what an option can name, such as optimizers; a config file can add entries.
+The record of a run is `config.json` in its folder, with the settings that it began with.
+"""
 
 import argparse
 import contextlib

@@ -1,4 +1,7 @@
-"""Write text with a Llama: continue a text, or answer in a chat (`adloco generate`)."""
+"""Write text with a Llama: continue a text, or answer in a chat (`adloco generate`).
+
+The base is the frozen weights of a model with an adapter. Ids are the numbers of tokens.
+"""
 
 import os
 from collections.abc import Iterable, Sequence

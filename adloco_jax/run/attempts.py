@@ -4,6 +4,10 @@ A process makes all of them, one after another, so that a full memory or a faile
 end the run. The engine runs rounds: on devices of this program, or on learners, other processes.
 Control (`Control`) is what the host knows of trainers and workers, as a checkpoint stores it. The
 ledger is the log of a run. An observer is called after each round, to record, evaluate and save.
+
+A trainer is a model in training; its workers train copies of it. A micro-batch is the part of a
+worker's batch that a device takes at once. The base is the frozen weights of a model with an
+adapter.
 """
 
 import contextlib

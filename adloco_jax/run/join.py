@@ -3,7 +3,7 @@
 A learner is a process that trains workers for a driver, the process that holds the run. Both meet
 in a bucket (a store of objects on the network), or the learner reaches the driver by a ticket, an
 address that serves as a bucket here. A run of `fit` has a model and rows that its caller made, so
-that settings alone do not describe it.
+that settings alone do not describe it. The base is the frozen weights of a model with an adapter.
 """
 
 import math

@@ -1,7 +1,8 @@
 """The card of an exported model: `README.md`, of about fifteen lines.
 
 The hub is Hugging Face's, where a card describes a model. What the caller of `fit` gave, such as a
-model or rows, the run's config does not describe; a card calls it "own".
+model or rows, the run's config does not describe; a card calls it "own". A trainer is a model in
+training; its workers train copies of it. The consensus is the model that stands for all trainers.
 """
 
 import re

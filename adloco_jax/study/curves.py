@@ -1,8 +1,8 @@
 """Read and group the ledgers of runs, and compute curves of losses over costs, such as tokens.
 
 A ledger is the log of a run; its lines, called events here, are dicts with their kind under
-`event`. The consensus is the model that stands for all trainers: the only one, the best, or their
-mean; the `eval` line of the consensus says which, as `source`.
+`event`. A trainer is a model in training. The consensus is the model that stands for all trainers:
+the only one, the best, or their mean; its `eval` line says which, as `source`.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Charts of the loss of runs, over each cost such as tokens or bytes.
 
-A variant is a group of runs whose configs differ only in the seed. The consensus is the model that
-stands for all trainers of a run. A point of a curve is a dict: the loss as `value`, and each cost.
+A variant is a group of runs whose configs differ only in the seed. A trainer is a model in
+training, and the consensus the model that stands for all trainers of a run. A point of a curve is a
+dict: the loss as `value`, and each cost.
 """
 
 import math

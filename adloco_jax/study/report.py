@@ -1,8 +1,9 @@
 """The report on one or more runs: a self-contained web page, and the runs' totals as JSON.
 
 A variant is a group of runs whose configs differ only in the seed. A run here (`RunRecord`) is its
-folder and the lines of its ledger, dicts with their kind under `event`. The consensus is the model
-that stands for all trainers: the only one, the best, or their average.
+folder and the lines of its ledger, its log: dicts with their kind under `event`. A trainer is a
+model in training. The consensus is the model that stands for all trainers: the only one, the best,
+or their average. A learner is another process that trains for the run.
 """
 
 import json

@@ -4,8 +4,9 @@ They are drawn from `round` and `merge` lines of the ledger, dicts: a `round` li
 trainer's round, a `merge` line which trainers became one. Positions in a figure are fractions of
 its width and height, so that it stretches with the page.
 
-A batch is what an update uses: of each worker some micro-batches, which are accumulated. A lane is
-the horizontal strip of a trainer in a figure over rounds.
+A trainer is a model in training; its workers train copies of it. A batch is what an update uses: of
+each worker some micro-batches, which are accumulated. A worker's round counts if its result was
+used. A lane is the horizontal strip of a trainer in a figure over rounds.
 """
 
 import math

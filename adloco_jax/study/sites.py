@@ -1,7 +1,8 @@
 """The seconds of a round at sites that share a bucket, and which method reaches a loss first.
 
 A site is a machine with a link of its own; the driver, the process that holds the run, is at one of
-them. All that is exchanged goes through the bucket, a store of objects on the network.
+them. Each trains one or more workers, copies of the model. All that is exchanged goes through the
+bucket, a store of objects on the network.
 """
 
 import functools

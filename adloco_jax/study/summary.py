@@ -1,8 +1,9 @@
 """The totals of a run as numbers and as text, and the table that is printed at its end.
 
-They are computed from the lines of its ledger, dicts with their kind under `event`. A learner is
-another process that trains workers; a worker's round counts if its result came in time and was
-used. The consensus is the model that stands for all trainers.
+They are computed from the lines of its ledger, its log: dicts with their kind under `event`. A
+trainer is a model in training; its workers train copies of it. A learner is another process that
+trains workers; a worker's round counts if its result came in time and was used. The consensus is
+the model that stands for all trainers.
 """
 
 import itertools

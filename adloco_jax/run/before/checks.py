@@ -3,6 +3,10 @@
 The user's own code runs within `own_code`, which turns its errors into a ConfigError. To trace a
 function is to run it on shapes alone (`jax.eval_shape`), without computing anything. A table maps
 names to what an option can name, such as aggregators; users can add entries.
+
+A trainer is a model in training; its workers train copies of it, and an aggregator makes one update
+of their differences. A mode says how programs spare memory. An adapter is small matrices that are
+trained beside frozen weights.
 """
 
 import dataclasses

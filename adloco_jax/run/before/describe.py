@@ -1,8 +1,9 @@
 """Describe a run in words without compiling it: its header, its communication and its tokens.
 
-A batch is what a worker uses for an update; a part of it that a device takes at once is a
-micro-batch, and the batch is accumulated from several. A synchronisation brings the workers of a
-trainer together; with Streaming DiLoCo it sends one fragment, a part of the parameters.
+A trainer is a model in training; its workers train copies of it, and a synchronisation brings these
+together. With Streaming DiLoCo it sends one fragment, a part of the parameters. A batch is what a
+worker uses for an update; a part of it that a device takes at once is a micro-batch, and the batch
+is accumulated from several. An adapter is small matrices that are trained beside frozen weights.
 """
 
 import inspect

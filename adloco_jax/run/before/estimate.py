@@ -1,7 +1,8 @@
 """What a run needs before it starts: `adloco plan CONFIG`, `--memory`, and `--device h100x8`.
 
 Every program is compiled, for devices here or those that a name describes; none is run. A mode says
-how programs spare memory. The record of a run is `config.json` in its folder.
+how programs spare memory. A micro-batch is the part of a worker's batch that a device takes at
+once. The record of a run is `config.json` in its folder.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""The lines of a ledger, by event. A number that was not finite, or not measured, is null."""
+"""The lines of a ledger, the log of a run, by event.
+
+A number that was not finite, or not measured, is null. A trainer is a model in training; its
+workers train copies of it. A learner is a process of its own that trains workers.
+"""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,8 @@
 """Write the consensus model of a run to a folder, and read a model from the folder of a run.
 
-The consensus is the model that stands for all trainers: the only one, the best, or their average.
-A model with an adapter has frozen weights, called its base, and trains the adapter alone.
+A trainer is a model in training. The consensus is the model that stands for all trainers: the only
+one, the best, or their average. A model with an adapter has frozen weights, called its base, and
+trains the adapter alone.
 """
 
 import contextlib

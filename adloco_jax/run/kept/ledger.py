@@ -1,7 +1,8 @@
 """The ledger: the log of a run in the file `ledger.jsonl`, one JSON object a line for each event.
 
 All tables, figures and comparisons of runs are made from it. A killed process can leave an
-incomplete last line, which `read` ignores and `cut` removes.
+incomplete last line, which `read` ignores and `cut` removes. A trainer is a model in training; of
+several, some may leave the run. A learner is a process of its own that trains.
 """
 
 import contextlib

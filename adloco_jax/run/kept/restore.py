@@ -1,8 +1,10 @@
 """The state of a run in a checkpoint: what is written beside its arrays, and what is read.
 
 The state has two parts: the ensemble (`Ensemble`: the arrays of trainers and workers) and the
-control (`Control`: what the host knows of them, such as sizes and counts, as JSON). The base is the
-frozen weights of a model with an adapter, which no checkpoint has.
+control (`Control`: what the host knows of them, such as sizes and counts, as JSON). A trainer is a
+model in training; its workers train copies of it. The base is the frozen weights of a model with an
+adapter, which no checkpoint has. The ledger is the log of a run. A micro-batch is the part of a
+worker's batch that a device takes at once.
 """
 
 import dataclasses

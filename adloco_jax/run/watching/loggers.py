@@ -2,8 +2,9 @@
 
 Such trackers are third-party, use disks and networks, and are called between rounds. One that
 raises an error, or is not installed, is dropped: it is closed and used no more, with a line on the
-terminal and a `fault` line in the ledger; the run goes on. A line of the ledger is a dict with its
-kind under `event`; the `start` line says that a process begins or resumes the run.
+terminal and a `fault` line in the ledger; the run goes on. A line of the ledger, the log of a run,
+is a dict with its kind under `event`; the `start` line says that a process begins or resumes the
+run. A trainer is a model in training, and the consensus the model that stands for all of them.
 """
 
 import contextlib

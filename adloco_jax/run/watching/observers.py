@@ -3,8 +3,9 @@
 An observer is given the state after the round and its `Boundary`: what the round measured, what
 each trainer decided about its next size, and what changed. With learners (other processes that
 train), trainers end their rounds apart, and the number of the run's round is that of the slowest
-trainer. The consensus is the model that stands for all trainers: the only one, the best, or their
-average.
+trainer. A trainer is a model in training; its workers train copies of it. The consensus is the
+model that stands for all trainers: the only one, the best, or their average. The ledger is the log
+of a run. `Control` is what the host knows of the run, such as trainers, sizes and counts.
 """
 
 import datetime

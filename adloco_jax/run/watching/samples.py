@@ -1,7 +1,8 @@
 """Continue a held-out text with a model, to see what it writes.
 
 A row is a sequence of tokens of the run's length, with the beginning of a document or with several
-documents; a row of chats has weights, which are above zero at the tokens of answers.
+documents; a row of chats has weights, which are above zero at the tokens of answers. The base is
+the frozen weights of a model with an adapter.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Write the terminal output of a run: lines about rounds and events, above a progress bar.
 
-The bar is drawn only on a terminal, not in a file of output. A learner is another process that
-trains workers; a worker's round counts if its result came in time and was used.
+The bar is drawn only on a terminal, not in a file of output. A trainer is a model in training; its
+workers train copies of it. A learner is another process that trains workers; a worker's round
+counts if its result came in time and was used. The ledger is the log of a run.
 """
 
 import sys
