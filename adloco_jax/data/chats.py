@@ -318,7 +318,7 @@ def _parsed_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # it only looks like JSON, or is nested too deeply
             return value
     return value
 

@@ -127,7 +127,7 @@ class Corpus:
         )
 
     def _describe_text(self) -> str:
-        """Return the words for which text was read, and how many documents or chats it has."""
+        """Say which text was read, and how many documents or chats of it are on each side."""
         manifest = self.manifest
         # Records without bytes are of the hub's data sets, and of sources that read no file. Their
         # names say what was read. The last is of the text to train on, which is read last.
@@ -143,11 +143,10 @@ class Corpus:
         return text
 
     def _remarks_on_cuts(self) -> str:
-        """Return the words for how many texts were cut or left out.
+        """Say how many texts were cut or left out; the result is empty if none was.
 
-        For chats they also say how many tokens of the training rows, and how many of the held-out
-        rows, count for the loss. Each remark begins with a comma or semicolon. Empty if there is
-        nothing to say.
+        For chats, also say how many tokens of the training rows, and how many of the held-out rows,
+        count in the loss. Each remark begins with a comma or semicolon.
         """
         manifest = self.manifest
         rows = self.rows
@@ -227,7 +226,7 @@ def fingerprint_of(manifest: Manifest, num_rows: int) -> str:
 
 
 def _by_class(rows: np.ndarray | DocumentRows) -> str:
-    """Return the words for how many labelled rows each class has: " (5, 7 by class)"."""
+    """Say how many labelled rows each class has, as in " (5, 7 by class)"."""
     # A labelled row begins with its class. `asarray` only tells the type checker what the rows are.
     counts = np.bincount(np.asarray(rows)[:, 0])
     return f" ({', '.join(map(str, counts))} by class)"

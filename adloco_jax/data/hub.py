@@ -98,7 +98,10 @@ def download(
     disable_progress_bars()
 
     def get(pattern: str, *, offline: bool = False) -> Path:
-        """Download the wanted files, or only find them in the cache; return their folder."""
+        """Download the wanted files and those of a glob, `pattern`; return their folder.
+
+        If `offline`, they are only looked up in the cache: OSError or ValueError if it has not all.
+        """
         folder = huggingface_hub.snapshot_download(
             name,
             revision=revision,

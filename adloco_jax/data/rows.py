@@ -443,7 +443,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
 
     # Describe the documents. Copies are found by a hash of all ids.
     for index, ids in enumerate(all_ids):
-        digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8).digest()
+        digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8).digest()  # an uint64
         about["digest"][index] = int.from_bytes(digest, "little")
     about["label"] = [document.label for document in documents]
     about["bad"] = [document.fault != "" for document in documents]

@@ -97,9 +97,10 @@ def with_rows(settings: Settings, num_rows: int) -> Settings:
     if num_epochs and not num_rows:
         raise ConfigError("num_epochs: the corpus has no `rows` to count; set num_rounds")
     subset_size = max(1, int(settings.data.subset_frac * num_rows))  # as `RowOrder.subset_size`
+    # The method keeps the number in the settings, where `last_token` needs it.
     settings = settings.with_rows(min(num_rows, subset_size * settings.ensemble.num_trainers))
-    # Warm-up is a number of updates, and the end of training a number of tokens.
-    # A round has `steps_per_round` updates.
+    # Warm-up is a number of updates, of which a round has `steps_per_round`. The end of training is
+    # a number of tokens.
     tokens_per_update = settings.round_tokens / settings.inner.steps_per_round
     warmup_tokens = warmup_updates * tokens_per_update
     if num_epochs and warmup_updates and warmup_tokens >= settings.last_token:
@@ -255,7 +256,7 @@ class HeldOut:
         """Describe in one line how many rows each part has, and of each class if labelled."""
 
         def by_class(rows: np.ndarray | RowBatch) -> str:
-            """Return the words for how many rows each class has; empty without classes."""
+            """Say how many rows each class has, as in " (5, 7 by class)"; empty without classes."""
             if num_classes is None:
                 return ""
             classes = as_row_batch(rows).tokens[:, 0]  # a labelled row begins with its class

@@ -543,13 +543,14 @@ def _hugging_face_tokenizer(
     # A tokenizer file may enable truncation and padding, which would silently change the text.
     backend.no_truncation()
     backend.no_padding()
-    prefix, suffix = _prefix_and_suffix(backend)
+    prefix, suffix = _prefix_and_suffix(backend)  # ids put around each text
     # PyTorch does not train the embedding that the model's config names as padding. So the end of
     # text, which the model must learn, is not named there.
     pad_id = None if tokenizer.pad_token_id == eot_id else tokenizer.pad_token_id
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     ends: tuple[int, ...] = ()
-    if text_length is None:
+    if text_length is None:  # a classifier writes no text
+        # The ids at which `transformers` stops to generate, and the end of text.
         ends = tuple(dict.fromkeys((*stop_ids(path, vocab_size), eot_id)))  # each once, in order
 
     def save(folder: Path, max_length: int | None) -> None:

@@ -37,17 +37,14 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real tokens of its sequence. Heads precede positions.
-
-    `real_BL` is true where there is a token of the text, false at padding.
-    """
+    """Attention of every position to the real tokens of its sequence. Heads precede positions."""
 
     num_heads: int
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> Array:
-        """Return the output [B, L, D]."""
+        """Return the output [B, L, D]; `real_BL` is true at real tokens, false at padding."""
         B, L, D = x_BLD.shape
         H = self.num_heads
         K = D // H

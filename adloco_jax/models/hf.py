@@ -115,7 +115,7 @@ class PretrainedModel(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """Return the Hugging Face names of a model's parameters; None if no architecture has any."""
+    """Return the map of a model's parameters to their Hugging Face names; None if it has none."""
     for names in _weight_maps():
         if type(network) is names.model:
             return names
@@ -160,7 +160,7 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     network's class.
     """
     listed = []
-    for path, leaf in _leaves(param_shapes(network)).items():
+    for path, leaf in _leaves(param_shapes(network)).items():  # leaves have shapes, no values
         *modules, kind = path  # such as layers, mlp, up, and kernel
         module = names.modules["/".join(modules)]  # with `{}` where the layer's number stands
         # `replace`, not `format`, because a `{}` of the module is for the layer's number below.
@@ -233,6 +233,7 @@ def load(
                 as_trained=as_trained,
                 key=key,
             )
+        # The model without its weights, and the place of each tensor in the files.
         model, stored = _check_checkpoint(folder, needs_head=head)
 
         digest = hashlib.sha256()
@@ -243,6 +244,7 @@ def load(
         else:
             base = _read_frozen(stored, base_dtype, digest)
 
+        # Ids at which generation stops; a model without a vocabulary has none.
         ends = stop_ids(folder, getattr(model.network, "vocab_size", 0))
         return model._replace(params=params, base=base, sha256=digest.hexdigest(), ends=ends)
 

@@ -107,7 +107,7 @@ def with_adapter(base: PyTree, adapter: PyTree) -> PyTree:
 def _weight_and_tap(
     module: nn.Module, name: str, init: Callable, shape: tuple[int, ...], tap_B: Tap = None
 ) -> tuple[Any, Tap]:
-    """Return a module's weight of a name, and the tap for the layer that uses the weight.
+    """Return the weight `name` of a module, and the tap for the layer that uses it.
 
     `tap_B` is the module's tap. A weight in the collection `BASE` is frozen: it gets no gradient,
     and the tap is None. Any other is a float32 parameter, drawn by `init(key, shape, dtype)`.
@@ -172,7 +172,7 @@ def project(
 
     Args:
       x_BLD: Activations.
-      w_DF: Weights, float32.
+      w_DF: Weights, float32; frozen ones may be bfloat16.
       tap_B: Gradient tap.
       dtype: Both factors are cast to this dtype, and derivatives are computed in it.
       to_float32: Whether sums and result are float32, whatever `dtype` is.

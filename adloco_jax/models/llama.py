@@ -180,18 +180,7 @@ class _Sizes(NamedTuple):
 
 
 class _Attention(nn.Module):
-    """Causal grouped-query attention. Heads precede positions, as the products need it.
-
-    Returns its output [B, L, D], and None, or the new keys and values if the variables have the
-    collection `PAST`: a dict of "keys" and "values" [B, G, L, K]. There are three cases:
-
-    - No `PAST`: `seen` [B or 1, L] is the first position to which each position attends; None: 0.
-    - `PAST` with arrays of size 0: a prompt is read. `seen` is as above.
-    - `PAST` with keys and values [B, G, T, K]: the input is one new token of each text (L = 1), and
-      `seen` [1, T] tells the positions of `PAST` to which the token attends.
-
-    `cos_LK` and `sin_LK` are from `_rotary_tables`.
-    """
+    """Causal grouped-query attention. Heads precede positions, as the products need it."""
 
     sizes: _Sizes
 
@@ -199,7 +188,19 @@ class _Attention(nn.Module):
     def __call__(
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap, seen: Array | None
     ) -> tuple[Array, PyTree]:
-        """Return the output [B, L, D], and None or the new keys and values (see the class)."""
+        """Return the output [B, L, D], and None or the new keys and values.
+
+        `cos_LK` and `sin_LK` are the tables by which `_rotate` rotates queries and keys. There are
+        three cases:
+
+        - The variables have no collection `PAST`: `seen` [B or 1, L] is the first position to which
+          each position attends; None: position 0. The second result is None.
+        - `PAST` has arrays of size 0: a prompt is read. `seen` is as above. The second result is a
+          dict of its "keys" and "values", [B, G, L, K].
+        - `PAST` has "keys" and "values" [B, G, T, K]: the input is one new token of each text
+          (L = 1), and `seen` bool [1, T] are the positions to which it attends. The second result
+          is a dict of the token's own "keys" and "values".
+        """
         B, L, D = x_BLD.shape
         sizes = self.sizes
         K = sizes.head_size
@@ -267,12 +268,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer. It returns activations [B, L, D], and the second result of attention.
-
-    `cos_LK` and `sin_LK` are from `_rotary_tables`; `seen` says to which positions each position
-    attends (`_Attention`). If `kind` is given, each of the four arguments before it has a leading
-    axis of all kinds of layers, of which the layer takes the index `kind`.
-    """
+    """One transformer layer: attention and an MLP, each added to its input."""
 
     sizes: _Sizes
 
@@ -286,7 +282,14 @@ class _Block(nn.Module):
         seen: Array | None,
         kind: Array | None = None,
     ) -> tuple[Array, PyTree]:
-        """Return the new activations, and the second result of `_Attention` (see the class)."""
+        """Return the new activations [B, L, D], and None or the new keys and values.
+
+        `cos_LK` and `sin_LK` are from `_rotary_tables`. `seen` says to which positions each
+        position attends, as in `_Attention`. If `kind` is given, each of the four arguments before
+        it has a leading axis of all kinds of layers, of which the layer takes the index `kind`. The
+        second result is a dict of "keys" and "values" [B, G, L, K] if a text is generated, else
+        None.
+        """
         if kind is not None:  # a scan gives each layer the arguments of all kinds
             stacks = (cos_LK, sin_LK, tap_B, seen)
             cos_LK, sin_LK, tap_B, seen = jax.tree.map(lambda stack: stack[kind], stacks)
@@ -577,7 +580,10 @@ class Llama(nn.Module):
         return arguments_of_kinds
 
     def logits(self, hidden_BLD: Float[Array, "B L D"], tap: Any = None) -> Float[Array, "B L V"]:
-        """Return the head's float32 logits; the arguments are the two results of `hidden`."""
+        """Return the head's float32 logits; the arguments are the two results of `hidden`.
+
+        They are the normalised output of the last layer, and the head's tap or None.
+        """
         if self.tied:
             return self.embed.attend(hidden_BLD, tap)
         return self.head(hidden_BLD, tap)
@@ -752,7 +758,8 @@ def generate(
       base: Frozen weights of a model with an adapter.
 
     Returns:
-      Prompts followed by the new tokens, int32 [B, P + num_tokens].
+      Prompts followed by the new tokens, int32 [B, P + num_tokens]. Once all texts have ended,
+      zeros follow.
 
     Raises:
       ValueError: If prompt and new tokens do not fit into the model's `max_length`.
