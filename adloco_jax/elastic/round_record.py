@@ -2,8 +2,10 @@
 
 A response is of one worker; a learner sends one for each worker that it runs. `S` is the axis of
 updates, `R` that of workers, which has length one in a response. A response counts if it is part of
-the outer update. A difference is clipped if it is scaled down because it is much larger than usual.
-An update is skipped if its loss or gradient is not finite.
+the outer update. A worker's difference is its trainer's parameters minus its own. It is clipped if
+it is scaled down because it is much larger than usual. An update is skipped if its loss or gradient
+is not finite. The quorum (`engine.quorum`) is how many learners must have answered before a round
+may end without the others; it waits for these for a grace of `engine.grace_s` seconds.
 """
 
 import math
@@ -52,7 +54,7 @@ class RoundRecord:
     ) -> None:
         """Store a learner's responses, and the norms of their differences, both by worker id.
 
-        They are ignored if the round does not wait for this learner: they came too late.
+        They are ignored if the round does not wait for this learner, as when it was lost meanwhile.
         """
         if learner.number not in self.awaited:
             return
@@ -66,9 +68,9 @@ class RoundRecord:
             self.norms[worker_id] = norm if is_finite else math.nan
 
     def is_over(self, rule: EngineSettings) -> bool:
-        """Whether the round ends now: all learners have answered, or `grace_s` is over.
+        """Whether the round ends now: all learners have answered, or the grace is over.
 
-        The grace begins when `rule.quorum` learners have answered, or all, if fewer take part; this
+        The grace of `rule.grace_s` seconds begins when `rule.quorum` learners have answered; this
         method stores that time. A round never ends without a response.
         """
         now_s = time.monotonic()
@@ -76,7 +78,7 @@ class RoundRecord:
         num_all = num_reported + len(self.awaited)
         quorum = num_all
         if rule.quorum is not None:
-            quorum = min(rule.quorum, num_all)
+            quorum = min(rule.quorum, num_all)  # fewer may take part
         if num_reported >= quorum:
             self.quorum_s = min(self.quorum_s, now_s)  # only the first time is stored
         if num_reported == 0:
@@ -86,9 +88,10 @@ class RoundRecord:
     def judge(self, past: Sequence[float], params_norm: float, clip: float) -> list[float]:
         """Decide which responses count, and by which factor: set `counted` and `factors`.
 
-        Responses whose numbers are finite count. A difference's norm per update may be `clip` times
-        the usual one (`usual_norm`). As long as none is known, a difference's norm may be `clip`
-        times that of the parameters. A larger difference is scaled down to that.
+        Responses whose numbers are finite count. A difference is scaled down if its norm, divided
+        by the worker's updates, is more than `clip` times the usual one: the larger of the medians
+        of `past` and of this round's learners. As long as that is not known, the norm of the
+        parameters, divided by the round's updates, stands for it.
 
         Args:
           past: Accepted norms per update of the trainer's last rounds.
@@ -109,7 +112,8 @@ class RoundRecord:
             if norm > 0:
                 per_update[worker_id] = norm / len(response.skipped_SR)  # by its updates
 
-        # One norm for each learner, so that one with many workers does not decide what is usual.
+        # One norm for each learner, the largest of its workers', so that a learner with many
+        # workers does not decide what is usual.
         of_learner: dict[int, float] = {}
         for worker_id, norm in per_update.items():
             number = self.senders[worker_id].number
@@ -117,7 +121,7 @@ class RoundRecord:
         usual = usual_norm(past, [*of_learner.values()])
         if usual == 0:  # not known yet
             usual = params_norm / self.plan.num_updates
-        largest = math.inf  # that is accepted; parameters that are all zero say nothing
+        largest = math.inf  # that is accepted; there is no limit if all parameters are zero
         if usual > 0:
             largest = clip * usual
 
@@ -130,7 +134,7 @@ class RoundRecord:
     def spent(self, worker_id: int) -> Work:
         """Return how many updates and sequences a worker whose response counts has done."""
         skipped_SR = self.counted[worker_id].skipped_SR
-        num_updates = len(skipped_SR)
+        num_updates = len(skipped_SR)  # with those that were skipped
         num_made = num_updates - int(skipped_SR.sum())
         return Work(
             num_updates=num_updates,
@@ -151,19 +155,19 @@ class RoundRecord:
           norm: Norm of the outer update.
 
         Returns:
-          Losses `(S, R)`, NaN where a worker made no update or its response does not count; and
-          skips `(S, R)`, true for all updates of a response that is not finite. A worker that made
-          fewer than S updates has the last rows.
+          The `norm`; losses `(S, R)`, NaN where a worker made no update or its response does not
+          count; and `(S, R)` whether an update was skipped, true for all updates of a response that
+          is not finite. A worker that made fewer than S updates has the last rows.
         """
         shape = (self.plan.num_updates, len(worker_ids))
         loss_SR = np.full(shape, np.nan)
         skipped_SR = np.zeros(shape, bool)
         for column, worker_id in enumerate(worker_ids):
             response = self.responses.get(worker_id)
-            if response is None:
+            if response is None:  # its learner has not answered
                 continue
-            first_row = -len(response.loss_SR)  # from the end
-            if math.isnan(self.norms[worker_id]):
+            first_row = -len(response.loss_SR)  # counted from the end
+            if math.isnan(self.norms[worker_id]):  # the response is not finite
                 skipped_SR[first_row:, column] = True
             elif worker_id in self.counted:
                 loss_SR[first_row:, column] = response.loss_SR[:, 0]
@@ -174,14 +178,15 @@ class RoundRecord:
 def check_responses(responses: Sequence[Response], request: Request, spec: ProgramSpec) -> None:
     """Raise Refused unless a learner's responses are what a request asks for.
 
-    There is one for each entry of `request.work`, with arrays of the right shapes and types. Losses
-    are finite for updates that were made, and NaN for those that were skipped. Seconds are not
-    negative. The differences themselves are not judged here.
+    There must be one for each entry of `request.work`, with arrays of the shapes and types that
+    follow from `spec`. Losses must be finite for updates that were made, and NaN for those that
+    were skipped; the counts of gradient statistics those of the tested sequences; seconds neither
+    negative nor huge. The values of differences are not checked here.
     """
     forms = [response_form(spec, request, work) for work in request.work]
     check_form(responses, forms, "response")
     for response, work in zip(responses, request.work, strict=True):
-        loss_SR = np.where(response.skipped_SR, 0.0, response.loss_SR)
+        loss_SR = np.where(response.skipped_SR, 0.0, response.loss_SR)  # 0 for skipped updates
         is_finite_SR = np.abs(loss_SR) < np.finfo(np.float32).max  # false for NaN
         if not is_finite_SR.all():
             raise Refused(f"response.loss_SR: {loss_SR.ravel()} of updates that were made")

@@ -5,7 +5,8 @@ its public key as text, the id of its endpoint. It may read what is meant for al
 write and delete only in the place that it has taken. A place is a `RequestId` whose request is 0; a
 `part` is the first folder of a name: learners (heartbeats), requests or responses. A stranger is a
 connection that has not said the secret yet. A stream carries one request of a learner, a
-`Question`, and its `Answer`; each may be followed by the bytes of an object, its body.
+`Question`, and its `Answer`; each may be followed by the bytes of an object, its body. Within
+`direct.connection_errors` errors of a connection are raised as ConnectionError, an OSError.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from adloco_jax.elastic.objects import REQUEST_BYTES, Memory
 from adloco_jax.elastic.store import JSON_LIMIT, from_json
 from adloco_jax.host.terminal import say
 
-_HELLO_S = 10.0  # for the first message of a connection, and for the head of later ones
+_HELLO_S = 10.0  # for the first message of a connection, and for each later `Question`
 _MOST_STREAMS = 32  # of a connection at a time
 _MOST_CONNECTIONS = 4  # of a learner; the oldest is closed
 _MOST_STRANGERS = 64  # connections that have not said the secret yet
@@ -61,10 +62,10 @@ _PLACED = re.compile(
 
 
 def _place_of(name: str) -> tuple[RequestId, str] | None:
-    """Return the place to which an object's name belongs, and its part.
+    """Return the place to which an object's name belongs, and the part of the name.
 
-    None: it is no name of a place's object. There is one name for each object: others, such as
-    "00-0" for "0-0", are none.
+    None: it is no name of a place's object. Numbers have one spelling, so that a name with "00-0"
+    in place of "0-0" is none.
     """
     match = _PLACED.fullmatch(name)
     if match is None:
@@ -75,59 +76,60 @@ def _place_of(name: str) -> tuple[RequestId, str] | None:
         learner=int(match["learner"]),
         incarnation=int(match["incarnation"]),
     )
+    # The name as the driver spells it.
     if part == "learners":
         usual = place.heartbeat_name()
     else:
-        usual = place.of(int(match["request"] or 0)).name(part)
+        usual = place.of(int(match["request"] or 0)).name(part)  # the number of the request
     if name != usual:
         return None
     return place, part
 
 
 class _Turned(Exception):
-    """A request that is not done: the answer to give."""
+    """Raised for a request that will not be done; `answer` is what the learner is told."""
 
     def __init__(self, status: Status, why: str = ""):
-        """Store the answer; `why` is told to the learner."""
+        """Make the answer from its status, and the reason in words."""
         super().__init__(why)
         self.answer = Answer(status=status, why=why)
 
 
 class _Room:
-    """Memory for the bodies of requests and answers on their way; who finds none waits.
+    """Limits the memory for the bodies of requests and answers; a body without room waits.
 
-    A stream that waits is not read, so its sender waits, too.
+    A stream whose body waits is not read, so its sender waits, too.
     """
 
     def __init__(self, most_bytes: int):
-        """Begin empty. A learner has `most_bytes`, and all together have twice as many.
+        """Begin empty.
 
-        So one learner cannot keep the others waiting, of whom all may send their share of a round.
+        The bodies of a learner have `most_bytes`, and the copies of all bodies twice as many. So
+        one learner cannot keep the others waiting.
         """
         self._most_bytes = most_bytes
-        self._held: dict[str, int] = {}  # bytes of objects, by the id of the learner
-        self._copied = 0  # bytes of copies, of all learners
-        self._changed = asyncio.Condition()
+        self._held: dict[str, int] = {}  # bytes of bodies, by the id of the learner
+        self._copied = 0  # bytes of the copies of bodies, of all learners
+        self._changed = asyncio.Condition()  # notified when bytes are freed
 
     @contextlib.asynccontextmanager
     async def hold(self, peer: str, num_bytes: int, copied: int) -> AsyncIterator[None]:
-        """Wait until there is room for a learner's body, and keep it for the `async with` block.
-
-        An object larger than the room of a learner waits until it has no other.
+        """Wait until there is room for a body, and keep that for the `async with` block.
 
         Args:
-          peer: Id of the learner.
-          num_bytes: Size of the object, which is not freed before it has been sent.
-          copied: How many of these bytes are copied here at once.
+          peer: Id of the learner that sends or gets the body.
+          num_bytes: Size of the body.
+          copied: How many of these bytes are copied in memory at a time: all that a learner sends,
+            but only a piece of an object that is kept here anyway.
         """
-        if num_bytes <= _SMALL_BYTES:
+        if num_bytes <= _SMALL_BYTES:  # it always has room
             yield
             return
 
         def fits() -> bool:
-            """Whether there is room for the object, both the learner's own and the shared one.
+            """Whether there is room for the body among the learner's own, and among all copies.
 
-            Where nothing is held, an object of any size fits: it would wait for ever otherwise.
+            If there is no other, a body of any size fits: it would wait for ever otherwise.
             """
             own = self._held.get(peer, 0)
             has_own = own == 0 or own + num_bytes <= self._most_bytes
@@ -161,13 +163,13 @@ class Server:
         most_bytes: int,
         own_id: str = "",
     ):
-        """Serve objects to learners; `accept` lets them in.
+        """Store the arguments; `accept` lets learners in.
 
         Args:
           objects: The objects of the run, which the driver reads and writes too.
           secret: The run's secret, which a learner must know.
           members: Ids of the learners that are let in; empty: all that know the secret.
-          most_bytes: Largest size of a response in bytes, which has all workers of a round.
+          most_bytes: Largest size in bytes of a response, which may have all workers of a round.
           own_id: Id of the learner on this computer; empty if there is none.
         """
         self._objects = objects
@@ -179,9 +181,9 @@ class Server:
         self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
         self._connections: dict[str, list[Any]] = {}  # by the id of the learner
         self._num_strangers = 0  # connections that have not said the secret yet
-        self._noted: set[tuple[str, str]] = set()  # what was refused to whom, to tell it once
+        self._noted: set[tuple[str, str]] = set()  # learner and fault that were printed
         self._turned_away = 0  # strangers that were not let in
-        self._told_s = -math.inf  # when this was last said
+        self._told_s = -math.inf  # when this number was last printed
         self._tasks: set[asyncio.Task] = set()  # that serve connections and answer streams
 
     def owner(self, place: RequestId) -> str:
@@ -202,14 +204,14 @@ class Server:
     async def accept(self, endpoint: Any) -> None:
         """Accept connections to an endpoint of iroh until it is closed.
 
-        More than the most are refused at once.
+        A connection is refused if there are too many of strangers, or of learners.
         """
         while True:
             incoming = await endpoint.accept_next()
-            if incoming is None:
+            if incoming is None:  # the endpoint is closed
                 return
             if self._num_strangers >= _MOST_STRANGERS or self.num_connections >= _MOST_LEARNERS:
-                with contextlib.suppress(OSError), direct.connection_errors():  # it has gone
+                with contextlib.suppress(OSError), direct.connection_errors():  # the other is gone
                     await incoming.refuse()
                 continue
             self._start_task(self._serve(incoming))
@@ -236,7 +238,7 @@ class Server:
                 connection = await asyncio.wait_for(accepting.connect(), _HELLO_S)
                 connection.set_max_concurrent_bi_streams(_MOST_STREAMS)
                 is_let_in = await asyncio.wait_for(self._greet(connection), _HELLO_S)
-        except OSError:
+        except OSError:  # it failed, was silent for too long, or said something else
             is_let_in = False
         finally:
             self._num_strangers -= 1
@@ -249,28 +251,30 @@ class Server:
             return
 
         peer = str(connection.remote_id())
-        mine = self._connections.setdefault(peer, [])
-        mine.append(connection)
-        if len(mine) > _MOST_CONNECTIONS:
-            mine[0].close(2, b"too many connections")
+        of_learner = self._connections.setdefault(peer, [])  # oldest first
+        of_learner.append(connection)
+        if len(of_learner) > _MOST_CONNECTIONS:
+            of_learner[0].close(2, b"too many connections")  # 2: a code that nobody reads
         watch = asyncio.ensure_future(self._watch(connection, peer))
         try:
-            await self._answer_all(connection, peer)
+            await self._answer_all(connection, peer)  # until the connection is closed
         finally:
             watch.cancel()
-            mine.remove(connection)
-            if not mine:
+            of_learner.remove(connection)
+            if not of_learner:
                 del self._connections[peer]
 
     async def _greet(self, connection: Any) -> bool:
         """Read the first message of a connection, answer it, and return whether to let it in.
 
-        Raises IrohError if the connection fails, Refused if the message is no `Question`.
+        It is let in if it says "hello" with the run's secret, and is a member. Raises IrohError or
+        TimeoutError if the connection fails, Refused if the message is no `Question`.
         """
         stream = await connection.accept_bi()
         hello = await read_message(stream.recv(), Question)
         peer = str(connection.remote_id())
         answer = Answer(status="done")
+        # In a comparison with `!=` the time would tell a stranger how much of it is right.
         if hello.do != "hello" or not hmac.compare_digest(hello.secret, self._secret.hex()):
             answer = Answer(status="refused", why="the ticket is not this run's")
         elif self._members and peer not in self._members:
@@ -281,16 +285,16 @@ class Server:
         return answer.status == "done"
 
     def _turn_away(self) -> None:
-        """Count who was not let in, and say so, once a minute."""
+        """Count a stranger that was not let in; print the number, at most once a minute."""
         self._turned_away += 1
         if time.monotonic() > self._told_s + _TELL_S:
             self._told_s = time.monotonic()
             say(f"turned away without the run's secret, or silent: {self._turned_away} so far")
 
     async def _watch(self, connection: Any, peer: str) -> None:
-        """Say which path a learner's packets take, now and when it changes."""
+        """Print which path a learner's packets take, now and when it changes; end if cancelled."""
         await asyncio.sleep(_MEASURED_S)
-        told = ""
+        told = ""  # the path that was printed last
         while True:
             path, rtt = describe_path(connection)
             if path not in (told, "no path"):
@@ -299,19 +303,22 @@ class Server:
             await asyncio.sleep(direct.LOOK_S)
 
     async def _answer_all(self, connection: Any, peer: str) -> None:
-        """Answer each stream of a connection, until it is closed; a stream has one request."""
-        num_open = 0
+        """Answer the request of each stream of a connection, at the same time, until it is closed.
+
+        If a learner opens too many streams, its connection is closed here.
+        """
+        num_open = 0  # streams whose answer has not ended
 
         async def answer(stream: Any) -> None:
-            """Answer the request of a stream, or end the stream if there is none."""
+            """Answer the request of a stream, or abort the stream if it has none."""
             nonlocal num_open
             num_open += 1
             try:
                 with direct.connection_errors():
                     await self._answer(stream, peer)
-            except OSError:  # it has sent something else, or nothing, or is gone
+            except OSError:  # the learner has sent something else, or nothing, or is gone
                 with contextlib.suppress(Exception):  # deliberately broad: it may be closed
-                    await stream.send().reset(1)
+                    await stream.send().reset(1)  # 1: a code that nobody reads
                     await stream.recv().stop(1)
             finally:
                 num_open -= 1
@@ -320,7 +327,7 @@ class Server:
             try:
                 with direct.connection_errors():
                     stream = await connection.accept_bi()
-            except OSError:
+            except OSError:  # the connection is closed
                 return
             # iroh lets a learner have `_MOST_STREAMS`. Here a stream counts until its answer has
             # ended, so there may be more for a moment, but not twice as many.
@@ -334,14 +341,14 @@ class Server:
         """Do what a learner asks in a stream, if it may, and answer.
 
         `stream` is one of iroh, with a sending and a receiving end; `peer` is the learner's id.
-        Raises IrohError, TimeoutError or Refused if there is no request, or its bytes do not come
-        or go.
+        Raises Refused if the stream's message is no `Question`; TimeoutError if it, or its body,
+        comes or goes too slowly; IrohError if the connection fails.
         """
         recv = stream.recv()
         question = await asyncio.wait_for(read_message(recv, Question), _HELLO_S)
         pieces: Iterator[bytes] = iter(())  # of the object that was asked for
         try:
-            most = self._limit(question, peer)
+            most = self._limit(question, peer)  # bytes that this learner may write
             if question.size > most:
                 raise _Turned("refused", f"{question.size} bytes, expected at most {most}")
             async with self._room.hold(peer, question.size, copied=question.size):
@@ -349,7 +356,7 @@ class Server:
                 answer, pieces = self._do(question, body, peer)
         except _Turned as turned:
             answer = turned.answer
-            await recv.stop(0)  # the learner need not send the rest
+            await recv.stop(0)  # the learner need not send the body
         if answer.status == "refused":
             self._note(peer, f"was refused to {question.do} {question.name}: {answer.why}")
         copied = min(answer.size, REQUEST_BYTES)  # a piece at a time
@@ -357,11 +364,11 @@ class Server:
             await direct.send_message(stream.send(), answer, pieces)
 
     def _note(self, peer: str, what: str) -> None:
-        """Say what a learner did that it may not, once for each kind of thing.
+        """Print what a learner did that it may not, once for each kind of thing.
 
         `what` is in words; two that differ only in numbers, such as a size, are of one kind.
         """
-        kind = (peer, re.sub(r"\d+", "", what))
+        kind = (peer, re.sub(r"\d+", "", what))  # without numbers
         if kind in self._noted or len(self._noted) >= _MOST_NOTED:
             return
         self._noted.add(kind)
@@ -370,19 +377,21 @@ class Server:
     def _limit(self, question: Question, peer: str) -> int:
         """Return how many bytes a learner may write by a request.
 
-        Raises `_Turned`, with the answer to give, if the learner may not do it.
+        Raises `_Turned`, with the answer to give, if the learner may not make the request. `peer`
+        is the learner's id.
         """
         do = question.do
         name = question.name
+        # All may read the run's description, drivers' heartbeats, parameters and served files.
         if do in ("hello", "look") or (do == "get" and _SHARED.fullmatch(name)):
             return 0
         found = _place_of(name)
         if found is None:
             raise _Turned("refused", "not its place")
-        place, part = found
+        place, part = found  # `part` is learners (heartbeats), requests or responses
 
         # A free place is taken by its heartbeat.
-        owner = self._owners.get(place)
+        owner = self._owners.get(place)  # None: no learner has taken it from this driver
         if do == "create" and part == "learners":
             is_taken = owner is not None and self._objects.get(name) is not None
             if is_taken or not self._is_free(place):
@@ -393,7 +402,7 @@ class Server:
         if owner is None:  # of a driver before this one
             raise _Turned("gone")
         if owner != peer and (part, do) == ("learners", "get"):
-            raise _Turned("gone")  # it has tried to take the place, too
+            raise _Turned("gone")  # it has tried to take the place, too, and looks who was first
         if owner != peer:
             raise _Turned("refused", "not its place")
 
@@ -419,9 +428,10 @@ class Server:
         return any(each.is_free and each.id.of(0) == place for each in heartbeat.learners)
 
     def _do(self, question: Question, body: bytes, peer: str) -> tuple[Answer, Iterator[bytes]]:
-        """Do what a learner may do (`_limit`); return the answer, and the pieces that follow it.
+        """Do what a learner asks, after a check that it may; return the answer and its body.
 
-        `body` has the bytes to write. A "hello" or "look" only wants an answer.
+        `body`, an argument, has the bytes to write; that of the answer is an iterator of pieces.
+        A "hello" or "look" only wants an answer.
         """
         name = question.name
         nothing: Iterator[bytes] = iter(())
@@ -435,9 +445,9 @@ class Server:
             if not self._objects.create(name, body):
                 return Answer(status="there"), nothing
             placed = _place_of(name)
-            assert placed is not None, "only places are created"
+            assert placed is not None, "only heartbeats of places are created"
             place, _ = placed
-            self._owners[place] = peer
+            self._owners[place] = peer  # whoever creates the heartbeat has the place
         elif question.do == "put":
             self._objects.put(name, body)
         elif question.do == "delete":  # done, too, if it is not there
