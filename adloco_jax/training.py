@@ -361,9 +361,9 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
 def _explaining(run: Run) -> Iterator[None]:
     """Add to errors of the `with` block what the user can do about them.
 
-    To a run that was stopped, or lacked memory or disk space: how it is resumed. An error in a
-    user's function, such as a loss, becomes a ConfigError of one line, with the place. An error of
-    `on_round` is raised as it was; all others pass.
+    The error of a run that was stopped, or lacked memory or disk space, says how it is resumed. An
+    error in a user's function, such as a loss, becomes a ConfigError of one line, with the place.
+    An error of `on_round` is raised as it was; all others pass.
     """
     try:
         yield

@@ -423,6 +423,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"adloco_jax {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    # `declare` adds a command's options to its parser, and its docstring is the command's help.
     for name, declare in COMMANDS.items():
         text = inspect.getdoc(declare) or ""
         first_line, _, _ = text.partition("\n")

@@ -32,7 +32,7 @@ def page(
       num_curves: Number of curves that a pointer on their row in a table highlights.
     """
     # A curve and its row in a table have the same `data-k`, a number from 1. While a pointer is on
-    # one of them, all other curves are faint.
+    # one of them, all other curves are faint. Both are in `.hero`, what is visible at once.
     rules = []
     for number in range(1, num_curves + 1):
         key = f'[data-k="{number}"]'

@@ -85,7 +85,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     # The lines that are needed, by event.
     rounds = lines(events, "round")
     programs = lines(events, "compile")
-    spent = lines(events, *SPENDING)  # on what has costs: rounds, merges and growth
+    spent = lines(events, *SPENDING)  # those with costs: of rounds, merges and growth
     start = last(events, "start")
     end = last(events, "end")
     who = "consensus" if trainer is None else trainer

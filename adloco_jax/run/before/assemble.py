@@ -125,7 +125,7 @@ def assemble(
     if trains:
         require_room(
             program_spec(settings, model, machine),
-            settings.ensemble.sizes(whole_pool=True),
+            settings.ensemble.sizes(whole_pool=True),  # with the workers that join later
             settings.batching.memory_frac,
         )
     notes: list[str] = []  # lines for the user about what the checkpoint lacks or had in addition

@@ -297,7 +297,9 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
     try:
         with own_code(name):
             params = jax.eval_shape(init_fn, jax.random.key(0))
-            trainable(without_state(params))  # raises for a leaf that cannot be trained or sent
+            # Raise for state that is no parameter, such as batch statistics, and for parameters of
+            # which none is floating-point or one is complex.
+            trainable(without_state(params))
     except ConfigError as error:
         advice = ""
         if isinstance(error.__cause__, TypeError):  # as JAX raises for a leaf that is no array

@@ -156,7 +156,7 @@ def write_consensus(
     for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         leaves[name] = np.asarray(leaf, order="C")  # safetensors writes the memory as it lies
-    with replaced_folder(folder) as partial:
+    with replaced_folder(folder) as partial:  # takes the place of `folder` once it is whole
         save_file(leaves, partial / "params.safetensors")
     print(f"export: {folder / 'params.safetensors'}; the model has no Hugging Face names")
 

@@ -168,6 +168,7 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     """
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": settings.model_dump(), **more}
+    # An OSError becomes a ResourceError; the old file is replaced once the new one is whole.
     with write_errors(path), replaced_file(path) as file:
         file.write(json.dumps(record, indent=1).encode())
 

@@ -179,6 +179,7 @@ def cut(path: str | os.PathLike[str], control: Control | None) -> None:
             )
     kept = b"".join(text + b"\n" for text, event in lines if not is_later(event))
     if kept != content:
+        # An OSError becomes a ResourceError; the old file is replaced once the new one is whole.
         with write_errors(Path(path)), replaced_file(Path(path)) as file:
             file.write(kept)
 

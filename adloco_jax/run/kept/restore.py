@@ -126,7 +126,7 @@ def begin_control(
         size = max_batch
 
     def choose_among(modes_to_try: Sequence[Mode]) -> Choice:
-        """Choose one of some modes, and the largest micro-batch that fits with it."""
+        """Choose one of some modes, and the largest micro-batch that fits, by compiling."""
         return choose(
             run.spec,
             run.model.loss_of,

@@ -86,13 +86,14 @@ class Recorder:
         The terminal shows changes, growth and skipped updates; `show` writes the line about the
         round, once it has been evaluated. Raises ResourceError if the disk is full.
         """
+        # `lines`: of each trainer that ran, the fields of its ledger line that were measured.
         metrics = boundary.metrics
         tokens = sum(line["tokens"] for line in metrics.lines)
         self.tokens += tokens
         self.seconds += metrics.step_s - metrics.stall_s  # without waiting for compilation
         self._unshown_tokens += tokens
         self._unshown_s += metrics.step_s
-        # Of each trainer that ran: the fields that are known already, what it does next, its loss.
+        # Of each trainer that ran: the measured fields, what it does next, and its losses.
         trainers = zip(metrics.lines, boundary.decisions, metrics.outcomes, strict=True)
         for measured, decision, outcome in trainers:
             line = {**measured, **_decision_fields(decision, self.settings.inner)}
