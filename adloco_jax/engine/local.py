@@ -172,7 +172,7 @@ class LocalEngine:
         if not is_over(control, settings):
             self.look_ahead(control)
 
-        # Wait for the end of the updates.
+        # Wait for the end of the updates, and of the synchronisations, whose norms end last.
         self._report(0)  # until no call is left
         jax.block_until_ready([of_group.norms for of_group in measured])
         step_s = time.perf_counter() - start_s
@@ -230,7 +230,7 @@ class LocalEngine:
         return measure(self.programs, params_M, test)
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble: here it is always complete."""
+        """Return the ensemble with all inner states: here it always has them."""
         return state.ensemble
 
     def close(self) -> None:
@@ -249,16 +249,16 @@ class LocalEngine:
             sub, workers, losses_and_skips, norms = inner_round(
                 self.programs, _take(ensemble, positions), group, calls, self._note
             )
-            if self.spec.outer.own_params:  # the fragments have been synchronised on the way
+            if self.spec.outer.own_params:  # Streaming DiLoCo has synchronised on the way
                 sub = sub.replace(params_R=workers.params_R)
-            else:
+            else:  # the outer update does not read inner states
                 without_states = workers.replace(inner_state_R=None)
                 sub, norm_M = self.programs.call(group.key("outer"), sub, without_states)
                 norms.append(norm_M)
             sub = sub.replace(inner_state_R=workers.inner_state_R)
             ensemble = self._put(ensemble, positions, sub)
             measured.append(Measured(group, losses_and_skips, norms))
-        if len(measured) > 1:  # each group has counted a round, where only one has passed
+        if len(measured) > 1:  # each group has added one to `round`, where only one has passed
             next_round = reshard(np.int32(state.control.round + 1), ensemble.round.sharding)
             ensemble = ensemble.replace(round=next_round)
         return ensemble, measured
@@ -278,7 +278,7 @@ class LocalEngine:
     def _report(self, most: float) -> None:
         """Report the calls that have ended, in their order; wait until at most `most` have not."""
         while self._losses:
-            # Arrays have this method, but the type `jax.Array` does not declare it.
+            # Whether the call has ended; the type `jax.Array` does not declare this method.
             ready = self._losses[0].is_ready()  # pyrefly: ignore[missing-attribute]
             if not ready and len(self._losses) <= most:
                 break
@@ -302,19 +302,29 @@ class LocalEngine:
         return time.perf_counter() - self.programs.stall_s
 
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
-        """Compute guard losses of trainers and of merges (`evaluate.guard_losses`)."""
+        """Compute losses on the guard rows, in nats/token, of trainers and of planned merges.
+
+        A model maps the ids of its members to their weights in a merge, the representative first.
+        """
         return guard_losses(state, models, self.programs, self.heldout)
 
     def merge(
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
+        """Merge the trainers `members`, and give each trainer the workers that it has in `after`.
+
+        `members` are ids, the representative first; `weights` are their weights in the mean. The
+        arrays of the ensemble in `state` may be deleted, to save memory.
+        """
         positions, workers = merge_positions(state.control, members, after)
         weights_n = np.asarray(weights, np.float32)
         return replace_in_parts(merged, state.ensemble, weights_n, positions, workers)
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
-        """Add workers to a trainer until it has `num_workers` of them (`core.spawn`)."""
+        """Add workers to a trainer (its id) until it has `num_workers` of them.
+
+        The arrays of the ensemble in `state` may be deleted, to save memory.
+        """
         (position,) = state.control.positions([trainer])
         return replace_in_parts(spawned, state.ensemble, position, num_workers)
 
@@ -333,6 +343,7 @@ class LocalEngine:
         for group in group_by_size(control, owed, self.spec):
             positions = control.positions(group.trainers)
             sub = _take(ensemble, positions)
+            # A flush does not read inner states.
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
             flushed = flushed.replace(inner_state_R=sub.inner_state_R)
             ensemble = self._put(ensemble, positions, flushed)
@@ -344,10 +355,12 @@ class LocalEngine:
     def _put(self, ensemble: Ensemble, positions: tuple[int, ...], sub: Ensemble) -> Ensemble:
         """Write the trainers of `sub`, in order, to these positions of the ensemble.
 
-        If they are all trainers, `sub` is the result. Otherwise `ensemble` is donated.
+        If they are all trainers, `sub` is the result. Otherwise `ensemble` is donated: its arrays
+        are deleted.
         """
         if len(positions) == ensemble.num_trainers:
             return sub
+        # The group may have run on some of the devices; the ensemble is on all of them.
         all_devices = placement(self.spec, Layout(sub.sizes))
         return _written(ensemble, positions, reshard(sub, all_devices.ensemble(sub)))
 
@@ -407,12 +420,12 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
         in_a_row = {}  # by stream, as in `Trainer.skipped_in_a_row`
         workers = zip(trainer.streams, outcome.loss_SR.T, outcome.skipped_SR.T, strict=True)
         for stream, loss_S, skipped_S in workers:
-            # Positions of updates that were made. Some may be neither made nor skipped: a
-            # learner's round may have fewer updates than another's.
+            # Positions of updates that were made: those with a loss. Some may be neither made nor
+            # skipped: a learner's round may have fewer updates than another's.
             made = np.flatnonzero(~np.isnan(loss_S))
             if made.size:
                 after_last = made[-1] + 1
-                in_a_row[str(stream)] = int(skipped_S[after_last:].sum())
+                in_a_row[str(stream)] = int(skipped_S[after_last:].sum())  # skipped since then
             else:  # none was made: the row of skipped updates goes on
                 before = trainer.skipped_in_a_row.get(str(stream), 0)
                 in_a_row[str(stream)] = before + int(skipped_S.sum())
@@ -423,7 +436,7 @@ def count_skips(control: Control, outcomes: Mapping[int, Outcome]) -> tuple[Cont
 
 
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
-    """Remove trainers from a state; return a ledger line for each of them too.
+    """Remove trainers from a state; return the state, and a ledger line for each of them.
 
     `broken` has their ids. If no trainer is left, the returned ensemble must not be used.
     """
@@ -474,7 +487,10 @@ def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats
 
 
 def _outcomes(measured: Sequence[Measured]) -> dict[int, Outcome]:
-    """Wait for what a round's groups measured, and divide it by trainer; ids ascend."""
+    """Wait for what a round's groups measured; return the outcome of each trainer, by id.
+
+    Ids ascend.
+    """
     outcomes = {}
     for group, calls, norms in measured:
         loss_SR, skipped_SR = by_update(group, calls)

@@ -125,9 +125,9 @@ def choose(
 ) -> Choice:
     """Choose the mode of a run and the largest micro-batch, by compiling its programs.
 
-    It is the first of the allowed modes that fits the largest candidate, or `STEP_TOKENS` tokens at
-    a time, which keep a device busy. If there is none, it is the mode with the most tokens at a
-    time. On a CPU it is the first that fits.
+    The mode is the first of the allowed ones that fits the largest candidate, or `STEP_TOKENS`
+    tokens at a time, which keep a device busy. If there is none, it is the mode with the most
+    tokens at a time. On a CPU it is the first that fits.
 
     Args:
       spec: What the run's programs share, in any mode.
@@ -151,7 +151,7 @@ def choose(
         sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
     else:
         sizes = [size]
-    if spec.examples_per_pass is not None:  # on a CPU: more rows than a pass takes gain nothing
+    if spec.examples_per_pass is not None:  # a CPU gains nothing by more rows than a pass takes
         sizes = [n for n in sizes if n <= max(spec.examples_per_pass, sizes[0])]
 
     fits: list[tuple[float, Choice]] = []  # with the tokens at a time; infinite if these suffice
@@ -191,6 +191,7 @@ def tokens_of_a_row(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     """
     if spec.sequential:
         return spec.sequence_length
+    # The mesh axes `trainer` and `worker` together divide the workers evenly over devices.
     mesh = placement(spec, Layout(sizes)).mesh.shape
     workers_of_a_device = sum(sizes) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * workers_of_a_device
@@ -229,7 +230,7 @@ def _largest_fitting(
     peaks_of: dict[int, dict[str, Peak]] = {first: {}}  # by candidate, as far as measured
 
     def compiled_bytes(size: int) -> int:
-        """Compile the programs for a candidate; return the most bytes that one of them needs."""
+        """Compile the programs for a candidate; return the most bytes in use while one runs."""
         pool = dataclasses.replace(whole_pool, max_batch_size=size)
         peaks_of[size] = program_peaks(pool, programs, batching, switch)
         return largest_peak(peaks_of[size])
@@ -241,13 +242,15 @@ def _largest_fitting(
             programs.prefetch(keys)
             peaks_of[first] = {str(key): peak(programs, key, workers) for key in keys}
 
-            # What a program needs beyond the run's state grows in proportion to the micro-batch.
+            # What a program needs beyond the run's state grows in proportion to the micro-batch. If
+            # the largest candidate fits by this estimate, no other is compiled.
             resting = held_bytes(spec, workers)
             growing = largest_peak(peaks_of[first]) - resting
             if resting + growing * sizes[-1] / first <= budget:
                 return Choice(programs, sizes[-1], peaks_of[first])
 
-        # Bisection compiles few candidates, because larger ones need more.
+        # The number of candidates that fit. As larger ones need more memory, bisection finds it by
+        # compiling few of them.
         num_fit = bisect.bisect_right(sizes, budget, key=compiled_bytes)
         if num_fit > 0:
             largest = sizes[num_fit - 1]
@@ -314,7 +317,7 @@ def first_keys(
 
 
 def may_accumulate(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
-    """Whether a trainer may later accumulate gradients over several micro-batches of this size.
+    """Return whether a trainer may ever accumulate gradients over micro-batches of this size.
 
     It does once it requests a batch above `size`, unless such batches are clipped.
     """
@@ -326,7 +329,8 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
     """Compile a program; return the bytes of a device's memory in use while the program runs.
 
     `sizes` has the number of each trainer's workers. The arrays of all of them are on the devices,
-    whether the program takes them or not.
+    whether the program takes them or not. Raises JaxRuntimeError if the compilation fails for
+    another reason than memory.
     """
     try:
         needed = needed_bytes(programs[key])
@@ -358,9 +362,9 @@ def choose_model_shards(
     """Return the number of devices over which each worker's parameters are divided.
 
     That is `given`, the setting `ensemble.model_shards`, if it is not None. Otherwise it is the
-    least divisor of the number of devices with which the run's state fits in `memory_frac` of each
-    device: ensemble, workers' parameters and gradient sums, without activations. `sizes` has each
-    trainer's workers.
+    least divisor of the number of devices with which the run's state fits in the fraction
+    `memory_frac` of each device's memory: ensemble, workers' parameters and gradient sums, without
+    activations. `sizes` has the number of each trainer's workers.
 
     If the state fits with no divisor, the number of all devices is returned; the run is then
     refused by `require_room` or `choose`, or by a learner that has compiled a round's programs.
@@ -405,17 +409,19 @@ def require_room(spec: ProgramSpec, sizes: tuple[int, ...], memory_frac: float |
 def least_state_bytes(spec: ProgramSpec, sizes: tuple[int, ...]) -> int:
     """Bytes of a run's state and gradient sums on a device whose workers run one after another.
 
-    That needs the least memory. `sizes` has the number of each trainer's workers.
+    They need the least memory then, as they share a sum. `sizes` has the number of each trainer's
+    workers.
     """
     in_turn = dataclasses.replace(spec, sequential=True)
     return held_bytes(in_turn, sizes, accumulates=True)
 
 
 def least_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """A lower bound of a run's bytes on a device, without activations and without compiling.
+    """Return a lower bound of the bytes that a run needs on a device; nothing is compiled.
 
-    It counts what the device always holds, and the gradient of one worker. `sizes` has the number
-    of each trainer's workers; `accumulates` says whether there are sums of gradients too.
+    It counts what the device always holds, and the gradient of one worker, but no activations.
+    `sizes` has the number of each trainer's workers; `accumulates` says whether there are sums of
+    gradients too.
     """
     held = held_bytes(spec, sizes, accumulates=accumulates)
     gradient_bytes = spec.param_bytes // spec.model_shards
@@ -427,8 +433,9 @@ def held_bytes(spec: ProgramSpec, sizes: tuple[int, ...], *, accumulates: bool =
 
     `sizes` has the number of each trainer's workers. With `accumulates` there are sums.
     """
-    ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)  # the workers have them
+    # The arrays of the ensemble and of its workers in a round; what both have is counted once.
+    ensemble = ensemble_spec(spec, Layout(sizes)).replace(params_R=None)
     workers = workers_spec(spec, Layout(sizes), accumulates=accumulates)
-    without_states = workers.replace(inner_state_R=None)  # which the ensemble has
+    without_states = workers.replace(inner_state_R=None)
     held = (ensemble, without_states, base_spec(spec, Layout(sizes)))
     return bytes_here(held)

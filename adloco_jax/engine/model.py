@@ -100,9 +100,11 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     init_fn = init_all
     base_shapes = None
     if settings.adapter.rank:
+        # The parameters are those of the adapter and the frozen weights, which are then held in
+        # `model.base_dtype`, perhaps quantised. Only shapes are computed here.
         _, frozen = split_adapter(jax.eval_shape(init_all, jax.random.key(0)))
-        hold = functools.partial(hf.as_held, dtype=model.base_dtype or "bfloat16")
-        base_shapes = jax.eval_shape(hold, frozen)
+        in_base_dtype = functools.partial(hf.as_held, dtype=model.base_dtype or "bfloat16")
+        base_shapes = jax.eval_shape(in_base_dtype, frozen)
 
         def init_adapter(key):
             """Draw all parameters, and return only those of the adapter."""
@@ -133,8 +135,9 @@ def attention_kernel(
 ) -> Kernel:
     """Choose the attention kernel: "cudnn" if devices, model and data allow it, else "xla".
 
-    What cuDNN needs is what `jax.nn.dot_product_attention` asks for on the strictest GPU.
-    `model_shards` is the number of devices that share a worker's parameters.
+    `network` is the module that the settings `model` describe. What cuDNN needs is what
+    `jax.nn.dot_product_attention` asks for on the strictest GPU. `model_shards` is the number of
+    devices that share a worker's parameters.
     """
     # The GPU: NVIDIA's, of compute capability 8.0 (A100) or above. GPUs of other vendors do not
     # report their capability as a pair of numbers.
@@ -171,7 +174,11 @@ def attention_kernel(
 
 
 def layer_form(machine: Machine) -> str:
-    """How layers follow one another on a machine (`models.kernels.run_layers`)."""
+    """Return how programs of a machine run a model's layers.
+
+    "call" calls each layer as a function, which is fastest on a CPU. "inline" writes all layers one
+    after another, which gives other devices the fewest kernels.
+    """
     return "call" if machine.platform == "cpu" else "inline"
 
 
@@ -212,6 +219,7 @@ def with_weights(
     # The checkpoint may lack the head, of which the lines below tell. If it is an adapter, it is
     # added to its weights, unless they stay frozen.
     loaded = hf.load(source, head=False, merges=not frozen, base_dtype=base_dtype)
+    # Raise ConfigError if the checkpoint has other sizes than the run's network.
     hf.require_same_network(model.network, loaded, settings)
 
     params = loaded.params
@@ -257,7 +265,7 @@ def program_spec(
         None: as many as they allow.
 
     Raises:
-      ConfigError: If the held-out loss needs a key, a parameter's group is unclear, or the devices
+      ConfigError: If the held-out loss needs a key, a parameter's label is unclear, or the devices
         cannot be divided as `ensemble.model_shards` says.
     """
     batching = settings.batching
@@ -279,7 +287,7 @@ def program_spec(
     num_activations = data.sequence_length * settings.model.width
     params = jax.eval_shape(model.init_fn, jax.random.key(0))
     label_params = labeller(settings.model.arch, model.label_params)
-    # This raises if a parameter's group is unclear; the labels themselves are not needed here.
+    # This raises if a parameter's label is unclear; the labels themselves are not needed here.
     parameter_labels(params, label_params, inner=settings.inner, outer=settings.outer)
     spec = ProgramSpec(
         machine=machine,
@@ -367,5 +375,10 @@ def on_devices(
 
 
 def spec_of(settings: Settings, machine: Machine, mode: Mode | None = None) -> ProgramSpec:
-    """Collect what all compiled programs of a run of the configured model share (`ProgramSpec`)."""
+    """Collect what all compiled programs of a run of the configured model share (`ProgramSpec`).
+
+    `mode` is how devices run workers; None: the usual mode of the machine's platform. Raises
+    ConfigError if a parameter's label is unclear, or the devices cannot be divided as
+    `ensemble.model_shards` says.
+    """
     return program_spec(settings, configured_model(settings, machine), machine, mode=mode)
