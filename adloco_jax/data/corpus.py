@@ -539,11 +539,11 @@ def make_job(
         data = data.model_copy(update={"label_column": ""})
     on_hub, files, heldout_files = _find_text(data)
 
-    # Settings that other things than the config determine.
+    # Settings that follow from other things than the config.
     identities = [identity(file) for file in files.values()]  # lists: path, size in bytes, ...
     if on_hub and not commit:
         commit = data.revision
-        if not hub.COMMIT.fullmatch(commit):
+        if not hub.COMMIT.fullmatch(commit):  # a branch or a tag, whose commit may change
             where_revision = f"{where}, data.revision={data.revision}"
             commit = hub.commit_of(data.path, data.revision, where=where_revision)
     date = ""

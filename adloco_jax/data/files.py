@@ -423,7 +423,8 @@ def fetched(
 
     Raises:
       ConfigError: If no file matches a pattern of `one_of`, the hub has no such repository or
-        revision, the address cannot be used (see `find`), or access is refused.
+        revision, the address has a password or is of a kind that cannot be read, or access is
+        refused.
       DataError: If the system cannot look for the path, there is no file at the address, or a copy
         does not have the size or hash that the server states.
       hub.Unreachable: If the server does not answer.
@@ -444,9 +445,20 @@ def _copied(
 ) -> Path:
     """Copy files of the folder at `address` to the user's cache, unless this version is there.
 
-    Returns the folder with the copies. Files of folders in the folder are not copied. The other
-    arguments and the errors are those of `fetched`: globs of files that are copied if they exist,
-    globs of which the first that matches is copied, the config's key, and advice for a message.
+    Returns the folder with the copies. Files of folders in the folder are not copied.
+
+    Args:
+      address: Address of the folder.
+      wanted: Globs of names of files that are copied if they exist.
+      one_of: Globs of names, in order of preference; files of the first that matches are copied.
+      key: The config's key, for messages.
+      hint: What the message advises if no file matches a pattern of `one_of`.
+
+    Raises:
+      ConfigError: If no file matches a pattern of `one_of`, the address has a password or is of a
+        kind that cannot be read, or access is refused.
+      DataError: If there is no file, or a copy has not the size that the server states.
+      hub.Unreachable: If the server does not answer.
     """
     remote_files: Any = find(address, key=key)  # each a `RemoteFile`, by its name
     # The first glob of `one_of` that any name matches.

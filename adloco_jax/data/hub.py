@@ -248,8 +248,8 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
     """
     chain = _with_causes(error)
 
-    # Errors that any of the causes decides. One of this machine's disk names a file, and has the
-    # system's number; a file that is not found may be the server's.
+    # Cases that any error of the chain decides. An error of this machine's disk names a file, and
+    # has the system's number. It is not FileNotFoundError, whose file may be the server's.
     for cause in chain:
         is_of_disk = getattr(cause, "filename", None) and getattr(cause, "errno", None)
         if isinstance(cause, UserError):

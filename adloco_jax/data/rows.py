@@ -216,8 +216,9 @@ class _TokenisedText:
     """
 
     def __init__(self, file: IO[bytes]):
+        """Begin without documents; `file` is empty, and open for writing and reading."""
         self._file = file
-        self._about = [np.empty(0, _DOCUMENT)]
+        self._about = [np.empty(0, _DOCUMENT)]  # so that arrays can be joined without a document
         self.files: list[FileRecord] = []
         self.unread: set[str] = set()
         self.num_tokens = 0

@@ -84,7 +84,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One transformer layer. It returns the activations and None, as `nn.scan` requires."""
+    """One transformer layer: attention and an MLP, each added to its input and normalised."""
 
     num_heads: int
     mlp_width: int
@@ -93,7 +93,10 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> tuple[Array, None]:
-        """Return the new activations [B, L, D], and None; `real_BL` is false at padding."""
+        """Return the new activations [B, L, D], and None, as `nn.scan` requires two results.
+
+        `real_BL` is true at real tokens, false at padding.
+        """
         attention = _Attention(self.num_heads, self.dtype, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = LayerNorm(self.norm_eps, self.dtype, name="attention_norm")

@@ -42,8 +42,9 @@ def build_network(
       adapter: Low-rank matrices beside the weights; those of rank 0 are none.
       remat: Whether layers are rematerialised: the backward pass computes their activations again.
         None: if `model.remat` is true.
-      attention: The kernel of attention.
-      layer_form: How layers follow one another (`models.kernels.run_layers`).
+      attention: The kernel of attention: "xla", or "cudnn" for an NVIDIA GPU and bfloat16.
+      layer_form: How the program applies the layers: "scan", "call" or "inline"
+        (`models.kernels.run_layers`).
 
     Raises:
       ConfigError: If the architecture's function `build` raises an error.
@@ -58,7 +59,7 @@ def build_network(
     return build(
         **keywords,
         dtype=model.dtype,
-        checkpoint=model.checkpoint,
+        checkpoint=model.checkpoint,  # the text of its config.json, or empty
         remat=bool(model.remat) if remat is None else remat,
         attention=attention,
         layer_form=layer_form,
@@ -80,8 +81,9 @@ def build_model(
       adapter: Low-rank matrices beside the weights; those of rank 0 are none.
       remat: Whether layers are rematerialised: the backward pass computes their activations again.
         None: if `model.remat` is true.
-      attention: The kernel of attention.
-      layer_form: How layers follow one another (`models.kernels.run_layers`).
+      attention: The kernel of attention: "xla", or "cudnn" for an NVIDIA GPU and bfloat16.
+      layer_form: How the program applies the layers: "scan", "call" or "inline"
+        (`models.kernels.run_layers`).
 
     Raises:
       ConfigError: If the architecture's functions `build` or `loss` raise an error.

@@ -569,8 +569,8 @@ def require_same_network(network: Any, loaded: PretrainedModel, settings: ModelS
     """Raise ConfigError, with all sizes that differ, unless a checkpoint has the run's network.
 
     `network` is built from `settings`, and `loaded` is from `inspect` or `load` of
-    `settings.init_from`. What `settings.init_from` may leave open is not compared: `names.free`,
-    and the number of classes if it has no head.
+    `settings.init_from`. Not compared are attributes on which no weight depends (`names.free`), and
+    the number of classes if the checkpoint has no head.
     """
     names = weight_map(network)  # None: the network has no names in Hugging Face layout
     if names is None or type(loaded.network) is not names.model:
@@ -930,6 +930,7 @@ def _list_checkpoint(folder: Path) -> dict[str, _StoredTensor]:
     if file.suffix != ".json":
         return _list_file(_path_inside(folder, file.name))
 
+    # From the name of each tensor to its file.
     index = checked(_read_config(file), _Index, f"{file}: index", DataError)
     pairs: list[tuple[str, _StoredTensor]] = []
     for name in sorted(set(index.weight_map.values())):

@@ -127,7 +127,8 @@ _KNOWN_DTYPE: Rule = (
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
     """Raise ValueError if a model has a size below 1 or an unknown dtype, or breaks a rule.
 
-    Sizes are the attributes of type int.
+    Sizes are the attributes of type int. A rule has the names of attributes, a predicate of their
+    values, and the remedy in words.
     """
     for field in dataclasses.fields(network):
         size = getattr(network, field.name)
@@ -326,7 +327,10 @@ def _apply_layer(
 
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
-    """Return the product with one matrix at every position, [B, L, F], as `project` describes."""
+    """Return the product with one matrix at every position, [B, L, F].
+
+    Factors are cast to `dtype`. With `to_float32` sums and result are float32, else `dtype`.
+    """
     batch, length, width = x_BLD.shape
     # All positions are one axis (P). On a CPU, weight gradients summed over two axes made a step
     # 1.2 to 1.4 times as long.
@@ -592,7 +596,7 @@ class Embed(nn.Module):
         return None if self.has_variable(BASE, "embedding") else tap_B
 
     def _without_pad_grad(self, x_BLD: Array, tokens_BL: Array) -> Array:
-        """Return the embeddings `x_BLD` of tokens; those of `pad_id` pass no gradient on."""
+        """Return the embeddings `x_BLD` of tokens; those of `pad_id` get no gradient (PyTorch)."""
         if self.pad_id is None:
             return x_BLD
         is_pad_BL1 = (tokens_BL == self.pad_id)[:, :, None]

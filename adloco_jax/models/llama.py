@@ -555,10 +555,9 @@ class Llama(nn.Module):
         """Return the arguments of a layer at positions 0 to `length` - 1, for each distinct kind.
 
         `starts_BL` is the first position to which each position may attend; None: position 0. The
-        `seen` of a kind is the same, or later where its window begins later: int32 [1 or B, L], or
-        None.
-        If one kind has a window below `length`, no kind has None, because a scan stacks the kinds'
-        arguments.
+        `seen` of a kind, int32 [B or 1, L] or None, is the same, or later where its window begins
+        later. If one kind has a window below `length`, no kind has None, because a scan stacks the
+        kinds' arguments.
         """
         kinds = self._distinct_kinds
         if starts_BL is None and any((kind.window or length) < length for kind in kinds):
@@ -651,7 +650,10 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def head_losses(
         variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
-        """Return the cross-entropy of each token, [B, L]; all logits exist at one time."""
+        """Return the cross-entropy of each token, [B, L]; all logits exist at one time.
+
+        `hidden_BLD` and `tap` are the arguments of the head, from `Llama.hidden`.
+        """
         logits_BLV = logits(variables, hidden_BLD, tap)
         return jax.nn.logsumexp(logits_BLV, axis=-1) - pick(logits_BLV, targets_BL)
 
@@ -660,7 +662,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     ) -> Array:
         """Return the cross-entropy of each token, [B, L]; logits exist for one chunk at a time.
 
-        `tap` is the tap of the head, or None.
+        `hidden_BLD` and `tap` are the arguments of the head, from `Llama.hidden`.
         """
         chunk = sequences_per_chunk
         length = targets_BL.shape[1]

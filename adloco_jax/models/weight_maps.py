@@ -226,7 +226,7 @@ def _normalised_llama(content: dict) -> dict:
     filled["use_bidirectional_attention"] = filled.get("use_bidirectional_attention") or False
     filled["rope_parameters"] = rope
     filled["rope_theta"] = rope.get("rope_theta")
-    return filled | sizes
+    return filled | sizes  # sizes as the checkpoint has them
 
 
 def _rope_scaling(rope: Mapping) -> RopeScaling | None:
