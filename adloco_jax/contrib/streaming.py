@@ -115,8 +115,8 @@ def outer_update_fragment(
       aggregate: An entry of `AGGREGATORS`, or a function with the same signature.
       keep: Applied to the fragment of the trainers' parameters. If these are replicated, pass a
         constraint that keeps them so; else the partitioner shards and all-gathers the fragment.
-      reduce_scatter: Applied to the packed differences and to whether each worker is usable, leaves
-        [R, ...], before the aggregation.
+      reduce_scatter: Applied to the packed differences and to whether each worker's difference is
+        finite, leaves [R, ...], before the aggregation.
       all_gather: Applied to the trainers' packed updates [M, ...], or with float32 to the
         fragment's new parameters.
 
@@ -127,21 +127,24 @@ def outer_update_fragment(
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
 
-    # The fragment of a tree of parameters.
     def take(tree_X):
+        """Take the fragment out of a tree of parameters."""
         return take_fragment(tree_X, fragment, num_fragments=num_fragments)
 
     def put(tree_X, part_X):
+        """Write the fragment `part_X` into a tree of parameters."""
         return put_fragment(tree_X, part_X, fragment, num_fragments=num_fragments)
 
-    # The fragment of the outer state: of arrays that follow the parameters, such as momentum.
-    # Others, such as a count, are whole in every fragment.
+    # For each array of the outer state, whether it follows the parameters, as momentum does, and so
+    # is divided into fragments. Others, such as a count, are whole in every fragment.
     is_divided = of_params(outer_tx, ensemble.outer_state_M)
 
     def take_state(is_divided, leaf_M):
+        """Take the fragment out of one array of the outer state, if it is divided."""
         return take(leaf_M) if is_divided else leaf_M
 
     def put_state(is_divided, leaf_M, new_M):
+        """Write the fragment into one array of the outer state, or replace the whole array."""
         return put(leaf_M, new_M) if is_divided else new_M
 
     # The fragment as an ensemble of its own.
@@ -188,6 +191,7 @@ def receive_fragment(
     The fragment is the one at the position `fragment`, 0 to F - 1, of `num_fragments`, F. Only
     `sizes` and `params_M` of `ensemble` are read. `mixing`, 0 to 1, is the share of a worker's
     own entries in the mixture; a worker whose own entries are not finite takes the trainer's alone.
+    Returns the workers with the fragment; all else in them stays.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -246,9 +250,11 @@ def fragment_steps(
       delay: Number of micro-batches, 0 to T - 1, from the sending of the fragment to its arrival. A
         compiler can overlap them with the synchronisation.
       mixing: Share, 0 to 1, of a worker's own entries when the fragment arrives.
-      keep: Applied to the fragment of the trainers' parameters (see `outer_update_fragment`).
-      reduce_scatter: Applied to the packed differences and to whether each worker is usable.
-      all_gather: Applied to the packed updates, or with float32 to the new parameters.
+      keep: Applied to the fragment of the trainers' parameters; for parameters that are replicated
+        over devices, a constraint that keeps them so.
+      reduce_scatter: Applied to the packed differences, and to whether each worker's is finite,
+        leaves [R, ...], before the aggregation.
+      all_gather: Applied to the packed updates [M, ...], or with float32 to the new parameters.
 
     Returns:
       The ensemble; the workers; the list of what `steps` measured for each micro-batch, leaves
@@ -265,6 +271,7 @@ def fragment_steps(
     num_micro_batches = jax.tree.leaves(inputs_T)[0].shape[0]
     num_before = num_micro_batches - delay  # those before the fragment is sent
     workers, *measured_T = advance(workers, slice(None, num_before))
+    # The synchronisation does not depend on the steps after the sending, so they can overlap.
     sent_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
     ensemble, norm_M = outer_update_fragment(
         ensemble,
@@ -298,12 +305,12 @@ def flush_workers(
 ) -> Ensemble:
     """Set every trainer and its workers to the mean of the workers' own parameters.
 
-    `ensemble` must have `params_R`. Momentum and the count of rounds do not change.
+    `ensemble` must have `params_R`. The states of optimizers and the count of rounds do not change.
 
     Args:
       ensemble: Trainers and workers between two rounds.
       precision: Format in which workers send differences and receive the mean.
-      reduce_scatter: Applied to the packed differences and to whether each worker is usable.
+      reduce_scatter: Applied to the packed differences, and to whether each worker's is finite.
       all_gather: Applied to the packed updates [M, ...]; not called with float32.
 
     Returns:

@@ -121,7 +121,8 @@ class Programs:
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
             if not oldest.is_deleted():  # a deleted result was donated to a later call
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised again when read
+                # An error of the program is raised again where its results are read.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
                     oldest.block_until_ready()
         return results
 
@@ -159,8 +160,9 @@ class Programs:
         """Return the compiled program of `key`; compile it, or wait for it, if need be.
 
         A program that is queued for the background, and whose compilation has not begun, is
-        compiled in this thread. An error of the compilation is raised, and the next call compiles
-        again. `stall_s` counts the time.
+        compiled in this thread. An error of the compilation (JaxRuntimeError, or what tracing
+        raises) is raised here; if this thread compiled, the next call tries again. `stall_s` counts
+        the time.
         """
         start_s = time.perf_counter()
         self._known.add(key)
@@ -170,7 +172,7 @@ class Programs:
             self.compiling = True
             try:
                 begun.set_result(self._compile(key, background=False))
-            except BaseException:
+            except BaseException:  # also an interrupt: nobody must wait for this future
                 del self._programs[key]
                 raise
             finally:
@@ -188,7 +190,7 @@ class Programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
 
     def close(self) -> None:
-        """Cancel queued compilations, and wait for compilations that have begun."""
+        """Cancel queued compilations, and wait for the one that has begun, if any."""
         self._background.shutdown(cancel_futures=True)
 
     def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
@@ -198,7 +200,7 @@ class Programs:
         """
         start_s = time.perf_counter()
         self._on_compile(Compiling(next(self._numbers), len(self._known)))
-        _on_this_thread.hits = 0
+        _on_this_thread.hits = 0  # JAX's events count the cache hits of this compilation
         with jax.enable_x64(self._x64):
             program = lower(self.spec, key).compile()
         seconds = time.perf_counter() - start_s
@@ -211,13 +213,13 @@ class Programs:
 def use_compilation_cache() -> None:
     """Let JAX save compiled programs in the user's cache, unless JAX has a folder for them already.
 
-    The user's cache is trimmed before. Runs execute the programs that they find in the folder, so
-    other users must not be able to write to it.
+    Runs execute the programs that they find in the folder, so other users must not be able to write
+    to it.
 
     Raises ConfigError if `ADLOCO_CACHE_GB`, the cache's largest size, is no number;
     FileNotFoundError if the user has no home folder for the cache.
     """
-    trim_cache()
+    trim_cache()  # deletes the longest unused files of a cache that has grown too large
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
@@ -256,6 +258,7 @@ def lower(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Lowered:
         # Frozen weights are an argument of the program, because as constants they would be copied
         # into it. So the loss gets them while the program is traced.
         def with_base(*arguments, base):
+            """Run the program with a loss to which the frozen weights are bound."""
             loss_fn = functools.partial(spec.loss_fn, base=base)
             traced = build(dataclasses.replace(spec, loss_fn=loss_fn), key, at)
             return traced.function(*arguments)
@@ -280,7 +283,8 @@ def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program that begins a round: it gives each worker the parameters to start from.
 
     Its argument is an ensemble that has only these parameters: the trainers' or, with Streaming
-    DiLoCo, the workers' own, whose memory the program reuses. Its result are the `Workers`.
+    DiLoCo, the workers' own, whose memory the program reuses. Its result is a `Workers`: their
+    parameters, inner states if these are reset, and sums of gradients if they are accumulated.
     """
     bare = ensemble_spec(spec, key.layout)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None, average_M=None)
@@ -312,6 +316,7 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         arguments = (*arguments, position)
 
     def steps(workers, rows_TRB, rate_TR, update_T, stream_R3, *position):
+        """Run inner steps, after making the keys of a loss that takes one."""
         rows_and_keys = add_keys(spec, rows_TRB, stream_R3)
         return advance(workers, rows_and_keys, rate_TR, update_T, *position)
 
@@ -416,12 +421,13 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     params_M = ensemble_spec(spec, key.layout).params_M
     rows = _rows_spec(spec, (num_workers, spec.max_test_sequences), at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
-    # A pass is padded to its full size, so it is at most the fewest sequences of a test.
+    # The most sequences of a pass. A pass is padded to this number, so it is no larger than a
+    # worker's part of the smallest test.
     fewest = AUTO_TEST_MIN // math.ceil(num_workers / num_trainers)
     chunk = max(fewest, MIN_EXAMPLES)
     if spec.estimator == "vmap":  # which holds a gradient for each example of a pass
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
-    trainers_here = num_trainers // at.mesh.shape["trainer"]
+    trainers_here = num_trainers // at.mesh.shape["trainer"]  # trainers of a device
     own_stats = functools.partial(
         gradient_stats,
         spec.loss_fn,
@@ -449,6 +455,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         """On each device, measure its workers; M and R count those of the device."""
 
         def of_worker(worker):
+            """Measure one worker: (position of its trainer, rows, number of rows that count)."""
             trainer, rows_B, count = worker
             # `trainer` is the position among all trainers; those of a device are adjacent.
             params = jax.tree.map(lambda leaf: leaf[trainer % trainers_here], params_M)
@@ -457,6 +464,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         return jax.lax.map(of_worker, (trainer_R, rows_RB, count_R))
 
     def stats(params_M, rows_RB, count_R):
+        """Measure all workers; give each the position of its trainer."""
         return of_each(params_M, jnp.array(of_workers(key.sizes)), rows_RB, count_R)
 
     arguments = (params_M, rows, counts)
@@ -749,7 +757,7 @@ def merge_positions(
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Divide arrays, in order, into parts of at most `PART_BYTES` bytes, or of one larger array."""
+    """Yield lists of arrays, in order, each of at most `PART_BYTES` bytes, or one larger array."""
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:
@@ -774,6 +782,7 @@ def replace_in_parts(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemb
     new_leaves = []
     for part in parts:
         # `change` also returns new parameters, which are not used: those of `rest` are.
+        # A list of arrays is a tree too, so it can stand for the inner states.
         alone = ensemble.replace(params_R=None, inner_state_R=part)
         new_leaves += change(alone, *arguments).inner_state_R
         for leaf in part:

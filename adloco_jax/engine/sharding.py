@@ -38,7 +38,10 @@ class Placement:
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """The sharding that divides each dimension of an array over the given mesh axes."""
+        """Return the sharding that divides each dimension of an array over the given mesh axes.
+
+        An axis is named for each dimension, from the first on: one name, several, or None.
+        """
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -57,11 +60,17 @@ class Placement:
         return self.named(None, POOL)
 
     def tokens_TRBL(self, batch_size: int) -> NamedSharding:
-        """Sharding of tokens [T, R, B, L + 1]: a worker's batch is on the devices that run it."""
+        """Sharding of tokens [T, R, B, L + 1]: a worker's batch is on the devices that run it.
+
+        `batch_size` is B; it decides over how many of these devices the batch can be divided.
+        """
         return self.named(None, POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
-        """Sharding of one worker's tokens [B, L + 1]: the devices of the worker share the batch."""
+        """Sharding of one worker's tokens [B, L + 1]: its devices share the batch.
+
+        `batch_size` is B; it decides over how many of these devices the batch can be divided.
+        """
         return self.named(self._batch_axes(batch_size))
 
     def params(self, shapes: PyTree) -> PyTree:
@@ -109,9 +118,10 @@ class Placement:
         return jax.lax.with_sharding_constraint(parts_R, second_shardings)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
-        """While tracing, copy each trainer's entry of leaves [M, ...] to its workers.
+        """While tracing, copy each trainer's entry of leaves [M, ...] to its workers' devices.
 
-        Leaves are `sharded` first: otherwise XLA would all-gather before it quantises the updates.
+        Leaves are divided over all these devices first. Otherwise XLA would all-gather the updates
+        before it quantises them, and so move more bytes.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
@@ -120,7 +130,7 @@ class Placement:
         """Shardings of all arrays of an ensemble (trainers and workers) between two rounds."""
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
-            # Only the outer update reads it, so that the workers' devices need no whole copy.
+            # Only the outer update reads it, so no device needs a whole copy.
             outer_state_M=self.sharded(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
             params_R=self.by_worker(shapes.params_R),
@@ -203,7 +213,7 @@ class Placement:
 
 
 def _is_packed(leaf: Any) -> TypeGuard[Packed]:
-    """Whether a node of a tree is an array quantised to four bits (`core.compress.pack`)."""
+    """Return whether a node of a tree is an array quantised to four bits (`Packed`)."""
     return isinstance(leaf, Packed)
 
 
@@ -287,7 +297,7 @@ def base_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
 def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False) -> Workers:
     """Make the shapes, dtypes and shardings of workers in the middle of a round.
 
-    With `accumulates` they have sums of gradients (`begin_workers`).
+    With `accumulates` they have sums of gradients.
     """
     begin = functools.partial(begin_workers, spec, layout, accumulates=accumulates)
     shapes = jax.eval_shape(begin, ensemble_spec(spec, layout))
@@ -295,7 +305,10 @@ def workers_spec(spec: ProgramSpec, layout: Layout, *, accumulates: bool = False
 
 
 def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
-    """Number of turns in which a device's workers run one after another; 1 if all run at once."""
+    """Number of turns in which a device's workers run one after another; 1 if all run at once.
+
+    Each turn is a call of its own, which runs one worker of each device.
+    """
     # With Streaming DiLoCo (`own_params`) a program also synchronises, which needs all workers.
     if not spec.sequential or spec.outer.own_params:
         return 1
@@ -306,10 +319,11 @@ def num_sequential(spec: ProgramSpec, layout: Layout) -> int:
 def begin_workers(
     spec: ProgramSpec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
 ) -> Workers:
-    """Start a round (`core.start_round`): make the arrays with which the workers begin.
+    """Make the arrays with which the workers of an ensemble begin a round.
 
-    With `accumulates` there are sums of gradients: one for each worker that runs at the same time.
-    Workers of a device that run one after another use the same sum.
+    They are the parameters, the inner states and, with `accumulates`, sums of gradients: one for
+    each worker that runs at the same time. Workers of a device that run one after another use the
+    same sum.
     """
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=accumulates, reset_tx=reset_tx)
@@ -321,7 +335,7 @@ def begin_workers(
 
 
 def bytes_here(shapes: PyTree) -> int:
-    """Bytes that one device holds of arrays with these shapes and shardings."""
+    """Bytes that one device holds of arrays; leaves of `shapes` have shape, dtype and sharding."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -330,6 +344,7 @@ def bytes_here(shapes: PyTree) -> int:
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Add shardings to shapes (leaves `ShapeDtypeStruct`), leaf by leaf."""
+    # A weak type, which no array of a run has, would make another program.
     return jax.tree.map(
         lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
     )
@@ -365,9 +380,9 @@ def _placed(leaf: Any, to: NamedSharding | None) -> Any:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
-    if to.is_fully_addressable:
+    if to.is_fully_addressable:  # all devices belong to this process
         return jax.device_put(leaf, to)
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array):  # its parts may be in other processes
         return None
     on_host = np.asarray(leaf)
     return jax.make_array_from_callback(on_host.shape, to, lambda slices: on_host[slices])
@@ -375,7 +390,10 @@ def _placed(leaf: Any, to: NamedSharding | None) -> Any:
 
 @functools.cache
 def _mover(to: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Make a program that returns arrays, in order, with these shardings; it is compiled once."""
+    """Make a function that moves a list of arrays to these shardings, in order.
+
+    It is made once for the same shardings, so that JAX compiles it once.
+    """
     return jax.jit(lambda leaves: leaves, out_shardings=list(to))
 
 
