@@ -338,7 +338,7 @@ def _as_bool(label: Any) -> bool | None:
 
 
 def _require(fits: Any, where: str, have: Any, need: str) -> None:
-    """Raise DataError unless `fits` is true; the other arguments are those of `_fault`."""
+    """Raise DataError unless `fits` is true: it says that `where` has `have`, and needs `need`."""
     if not fits:
         raise _fault(where, have, need)
 

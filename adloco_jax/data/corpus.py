@@ -263,7 +263,7 @@ def load_corpus(
       settings: The run's settings.
       num_classes: Number of classes of labelled texts, which are not packed into rows; else None.
       commit: Commit of a data set on the hub. Empty: that of `data.revision` today.
-      run: Folder of the run, whose export may have its tokenizer.
+      run: Folder of the run, whose exported model may have the tokenizer beside it.
       note: Called with each line to show to the user.
 
     Returns:

@@ -386,7 +386,8 @@ def local_copy(file: Path | RemoteFile | None, folder: Path) -> Iterator[Path | 
 
     `folder` is made anew, and deleted when the `with` block ends without an error. A path or None
     is yielded as it is. A `DataError` of the block names the address instead of the path of the
-    copy. Errors of the copying are those of `download`: ConfigError, DataError, `hub.Unreachable`.
+    copy. Raises DataError if the file on the server is gone or has changed, ConfigError if access
+    is refused, and `hub.Unreachable` if the server does not answer.
     """
     if not isinstance(file, RemoteFile):
         yield file

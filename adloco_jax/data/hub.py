@@ -223,8 +223,8 @@ def as_user_errors(where: str) -> Iterator[None]:
 def _as_errors_of_name(where: str) -> Iterator[None]:
     """Turn an error of the `with` block, which asks the hub for a name, into a `UserError`.
 
-    The classes are those of `as_user_errors`. The name may also be a mistyped path, so messages add
-    that there is no such path here.
+    It is `Unreachable`, ConfigError or DataError. The name may also be a mistyped path, so messages
+    add that there is no such path here.
     """
     try:
         with as_user_errors(f"{where}: no such file or folder here; on the hub"):

@@ -22,7 +22,7 @@ from adloco_jax.row_batch import RowBatch
 MANIFEST = "prepared.json"
 FORMAT = 6  # version of the layout of a folder
 
-_MAX_ARRAYS = 6  # of chats, see `array_names`
+_MAX_ARRAYS = 6  # of chats: tokens, starts and answers, to train on and held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Manifest(Format):
 
     Attributes:
       format: Version of the layout of the folder.
-      request: All settings that determine the rows, as plain JSON; see `corpus.make_job`.
+      request: All settings that determine the rows, as plain JSON.
       tokenizer: The tokenizer's name in the config.
       fingerprint: The tokenizer's fingerprint.
       vocab_size: Largest id plus one.
@@ -110,10 +110,11 @@ class Manifest(Format):
       truncated: Number of labelled texts, or chats, that were cut because they were longer than a
         row.
       dropped: Number of chats that are in no row because no token of them counts.
-      only_last: Number of chats of whose answers only the last counts, see `chats.Answers`.
+      only_last: Number of chats of whose answers only the last counts, because the template writes
+        earlier ones differently once other turns follow.
       rejected: Number of chats that are in no row because their label is false.
       bad: Number of rows of the text that `data.skip_bad` has let pass.
-      unread: Names of columns and fields of chats that nothing reads, see `chats.Answers`.
+      unread: Names of columns, and of fields of chats' turns, that nothing reads.
     """
 
     format: Count
@@ -158,7 +159,7 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """The content of a folder of prepared rows: its description, and the arrays of both sides."""
+    """A folder's description, its arrays of rows to train on, and those of held-out rows."""
 
     manifest: Manifest
     train: RowArrays

@@ -1,4 +1,8 @@
-"""The table of model architectures (`ARCHITECTURES`), and the type of its entries."""
+"""The table of model architectures (`ARCHITECTURES`), and the type of its entries.
+
+A *tap* measures gradient norms of examples (`models.layers`). An *adapter* is low-rank matrices
+that are trained beside frozen weights.
+"""
 
 import dataclasses
 import json

@@ -1,8 +1,9 @@
 """Read and write models in Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
 A *checkpoint* is a folder in this layout, or one on the hub or at an address. An *adapter* is a
-folder in PEFT's layout, with low-rank matrices (LoRA) for a checkpoint, its *base*. A *tensor* is a
-named array in a safetensors file. A *leaf* is an array of this package's parameter tree: one leaf
+folder in PEFT's layout, with low-rank matrices (LoRA) for a checkpoint, its *base*. *Frozen*
+weights are not trained; a frozen matrix may be a `Quantised`, in four or eight bits. A *tensor* is
+a named array in a safetensors file. A *leaf* is an array of this package's parameter tree: one leaf
 with the axis N of layers holds N tensors of one name. `models.weight_maps` has the names. Every
 tensor's name, shape and type is checked before any of its values are used.
 """

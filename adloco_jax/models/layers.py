@@ -38,7 +38,7 @@ _INIT = nn.initializers.normal(stddev=0.02)
 _LORA_A_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 Tap: TypeAlias = Float[Array, " B"] | None
-"""A gradient tap (see the module docstring), or None for plain operations."""
+"""A gradient tap, float32 [B], or None for plain operations."""
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
 """A condition on a model's attributes: their names, a predicate of their values in this order, and
@@ -479,7 +479,7 @@ class Linear(nn.Module):
     """A product with one matrix [D, F] at every position; F is `features`.
 
     With `to_float32` sums and result are float32, whatever `dtype` is. A matrix from the collection
-    `BASE` is frozen, and may be quantised. An adapter's product is added, then a bias.
+    `BASE` is frozen, and may be in four or eight bits. An adapter's product is added, then a bias.
     """
 
     features: int

@@ -6,7 +6,8 @@ transposed.
 Axes of arrays: B examples, L positions, V token ids, D features of a position, N layers, H query
 heads, G key and value heads, K features of a head, F features inside the MLP, T positions with
 room for new tokens, 1 an axis of size one. Layers that differ are of several *kinds*
-(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`). `kept(x)` is x, marked
+(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`). An *adapter* is
+low-rank matrices that are trained beside *frozen* weights, which are not. `kept(x)` is x, marked
 to be kept for the backward pass, which recomputes what is not marked. `PAST` is the collection of
 Flax variables with the keys and values of earlier positions of texts that are generated.
 """
@@ -284,8 +285,8 @@ class _Block(nn.Module):
     ) -> tuple[Array, PyTree]:
         """Return the new activations [B, L, D], and None or the new keys and values.
 
-        `cos_LK` and `sin_LK` are from `_rotary_tables`. `seen` says to which positions each
-        position attends, as in `_Attention`. If `kind` is given, each of the four arguments before
+        `cos_LK` and `sin_LK` are from `_rotary_tables`, and `seen` says to which positions each
+        position attends. If `kind` is given, each of the four arguments before
         it has a leading axis of all kinds of layers, of which the layer takes the index `kind`. The
         second result is a dict of "keys" and "values" [B, G, L, K] if a text is generated, else
         None.
