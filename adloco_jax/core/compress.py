@@ -151,6 +151,7 @@ def _pack_leaf(leaf_X: Array) -> Packed:
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
     # A block with NaN or infinity becomes NaN. The maximum alone might ignore a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
+    # Clear the low bits, so that the product of a scale and a code is exact.
     bits = lax.bitcast_convert_type(scales, jnp.uint32) & _SCALE_BITS
     scales = lax.bitcast_convert_type(bits, jnp.float32)
     # Divide by 1 where the scale is zero or NaN: the scale alone makes the result zero or NaN.

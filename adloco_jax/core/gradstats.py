@@ -93,11 +93,11 @@ def gradient_stats(
     count = examples.count.astype(jnp.float32)
     mean = jax.tree.map(lambda sum_P: sum_P.sum(axis=0) / count, sums_P)
     # Each gradient is that of one example.
-    stats, rms, mean_norm = _of_means(mean, norms_B, count, batch_size=1)
+    stats, rms, mean_norm_sq = _of_means(mean, norms_B, count, batch_size=1)
     if not inner_products:
         return stats
     products_3B = _multiply(loss_of, params, examples, method, sums_P, rms)
-    return _with_products(stats, examples, products_3B, mean_norm)
+    return _with_products(stats, examples, products_3B, mean_norm_sq)
 
 
 @on_any_mesh(replicated)
@@ -150,9 +150,9 @@ def _of_means(
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
-    mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
-    # The noise of one example: that of a mean of `batch_size` examples is so many times smaller.
-    noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
+    mean_norm_sq = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
+    # The noise of one example, which is `batch_size` times that of a mean of so many.
+    noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm_sq)
     noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # else only a rounding error
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
@@ -161,23 +161,23 @@ def _of_means(
         noise_sum=noise_sum,
         noise_weight=count - 1,
         # |mean|^2 - noise / (count * batch_size), times the weight.
-        signal_sum=count * ((count - 1) * mean_norm - noise_sum / (count * batch_size)),
+        signal_sum=count * ((count - 1) * mean_norm_sq - noise_sum / (count * batch_size)),
         signal_weight=count * (count - 1),
         ip_sum=zero,
         ip_weight=zero,
         plugin_ip_sum=zero,
         plugin_orth_sum=zero,
     )
-    return stats, safe, mean_norm
+    return stats, safe, mean_norm_sq
 
 
 def _with_products(
-    stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
+    stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm_sq: Array
 ) -> GradientStats:
     """Return `stats` with the sums of inner products.
 
     `products_3B`, from `_multiply`, has each gradient's products with the mean gradients of all
-    examples, of the first third and of the second third. `mean_norm` is the squared norm of the
+    examples, of the first third and of the second third. `mean_norm_sq` is the squared norm of the
     first of these means, float32 []. Both are in units of the mean squared norm of a gradient.
     """
     with_mean_B, with_first_B, with_second_B = products_3B
@@ -196,13 +196,14 @@ def _with_products(
 
     has_products = t >= MIN_EXAMPLES_INNER_PRODUCT
     covariance_sum = jnp.sum(centred(with_first_B) * centred(with_second_B))
-    plugin_ip_sum = jnp.sum(jnp.where(index_B < t, (with_mean_B - mean_norm) ** 2, 0.0))
+    plugin_ip_sum = jnp.sum(jnp.where(index_B < t, (with_mean_B - mean_norm_sq) ** 2, 0.0))
+    divisor = jnp.where(mean_norm_sq > 0, mean_norm_sq, 1.0)
     return stats.replace(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
         plugin_ip_sum=plugin_ip_sum,
         # By the identity S = V_ip / |mean|^2 + V_o (docs/algorithm.md, section 2).
-        plugin_orth_sum=stats.noise_sum - plugin_ip_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
+        plugin_orth_sum=stats.noise_sum - plugin_ip_sum / divisor,
     )
 
 

@@ -268,9 +268,11 @@ def _workers_shardings(
     parameters and sums of gradients are sharded by worker, as the inner states are. Fields that the
     result lacks get a sharding too, so `accumulate` and `reset_tx` do not matter.
     """
+    # The mesh axes of the first axis of the inner states, which counts workers. Some optimizers,
+    # such as SGD, have no state.
     state_shardings = jax.tree.leaves(ensemble.inner_state_R)
-    # The mesh axes of the first axis of the inner states, which counts workers.
     workers_axes = state_shardings[0].spec[:1] if state_shardings else ()
+    # `Any`, as the fields of `Workers` are declared as arrays. One sharding serves a whole tree.
     by_workers: Any = NamedSharding(whole.mesh, P(*workers_axes))
     count: Any = whole
     return Workers(

@@ -119,6 +119,7 @@ class GradientStats(struct.PyTreeNode):
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def __repr__(self) -> str:
+        # Traced statistics have no values to show, and stacked ones have too many.
         if isinstance(self.scale, jax.core.Tracer) or np.shape(self.scale) != ():
             return f"GradientStats({array_summary(self.scale)} in each field)"
         return (

@@ -325,10 +325,11 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
 
 def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
-    """Make the program of a synchronisation (`outer_update`).
+    """Make the program of a synchronisation: the outer update of all trainers.
 
     Its arguments are the ensemble and the workers after their inner steps, both without inner
-    states. Its results are the ensemble, and the norms of the pseudo-gradients [M].
+    states, which it does not need. Its results are the ensemble, and the norms of the
+    pseudo-gradients [M].
     """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
@@ -414,7 +415,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program that measures each worker's gradient statistics at its trainer.
 
     Its arguments are the trainers' parameters, leaves [M, ...], rows [R, B, L + 1], and how many of
-    these rows count for each worker [R]. Its result are `GradientStats` with fields [R].
+    these rows count for each worker [R]. Its result is a `GradientStats` with fields [R].
     """
     num_trainers = len(key.sizes)
     num_workers = sum(key.sizes)
@@ -446,7 +447,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         mesh=at.mesh,
         in_specs=(by_trainer, by_worker, by_worker, by_worker),
         out_specs=by_worker,
-        axis_names=set(POOL),  # the partitioner divides a worker over devices
+        axis_names=set(POOL),  # along the other axes, XLA's partitioner divides a worker
         # The check would refuse losses with a loop whose carry begins as a constant: it begins
         # equal on all devices, and differs afterwards.
         check_vma=False,
@@ -575,7 +576,8 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
         return advance  # all workers are on every device already
     pool = P(POOL)  # the first axis of an array is R
     pool_T = P(None, POOL)  # the first axes are T and R
-    # The fields in their order; the fourth, `num_grads`, is the same for all workers.
+    # The fields in their order; the fourth, `num_grads`, is the same for all workers. `Any`, as the
+    # fields are declared as arrays.
     specs: list[Any] = [pool, pool, pool, P(), pool]
     by_worker = Workers(*specs)
 
@@ -611,9 +613,9 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     at_once = _advance(spec, at, sequential=False)
 
     def steps(workers, rows_and_keys, rate_TR, update_T):
-        """Run the inner steps in turn if the run says so and a device has several workers."""
+        """Run the inner steps, in turn if the run says so and a device has several workers."""
         num_workers = rate_TR.shape[1]
-        # Each group of devices has one worker: none must wait for another.
+        # Each group of devices, which share workers, has one worker: there are no turns.
         one_each = num_groups > 1 and num_workers == num_groups
         if spec.sequential and not one_each:
             return sequential(workers, rows_and_keys, rate_TR, update_T)

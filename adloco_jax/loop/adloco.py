@@ -184,6 +184,7 @@ def adloco(
             )
             changes.append(spawned)
 
+        # The engine's boundary, with the merges and joins since.
         for observer in observers:
             observer(state, boundary._replace(changes=changes, advanced=advanced))
     return state

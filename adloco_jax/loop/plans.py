@@ -136,8 +136,8 @@ def learning_rates(
 ) -> np.ndarray:
     """Return the learning rate of each micro-batch's update, float32 [T].
 
-    `round_tokens` are the tokens of all trainers in this round. They are counted as if they were
-    read in equal parts by its updates.
+    `round_tokens` are the tokens of all trainers in this round. For the schedule, each update of
+    the round counts an equal part of them.
     """
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps  # position in the round
     rate_T = learning_rate(
