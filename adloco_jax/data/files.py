@@ -141,7 +141,7 @@ def _local_path(name: str, *, key: str) -> Path:
     """
     try:
         path = Path(name).expanduser()
-        path.exists()
+        path.exists()  # called only for its errors
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder for `~`
         why = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{key}={name[:200]}: not a readable path ({why})") from error

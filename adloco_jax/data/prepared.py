@@ -199,7 +199,7 @@ class DocumentRows:
         """Return the rows at `index`, integers [n], as a batch of n rows.
 
         Its `starts` [n, L + 1] are positions in the row: a document that began in an earlier row
-        starts at 0.
+        starts at 0. k counts the documents that begin in these rows.
         """
         length = self.tokens.shape[1]
         first_n = np.asarray(index) * length  # position of each row in all N (L + 1) tokens

@@ -402,7 +402,8 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
     ) -> str:
         """Return the text that the template writes for a chat.
 
-        With `prompts`, the start of an answer follows the last turn.
+        With `prompts`, the start of an answer follows the last turn. `tools` are descriptions in
+        JSON Schema, and `date` is written as today's (YYYY-MM-DD; empty: the true date).
         """
         return tokenizer.apply_chat_template(
             turns,
@@ -413,7 +414,11 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        """Return each answer in the text of `render`: its first character, and the one behind."""
+        """Return each answer in the text of `render`: its first character, and the one behind.
+
+        The arguments are a chat's turns, descriptions of tools or None, and the date that the
+        template writes as today's.
+        """
         encoded = tokenizer.apply_chat_template(
             turns,
             tools=tools,
@@ -592,7 +597,8 @@ def _read_tokenizer(path: Path, key: str) -> Any:
     try:
         if path.suffix == ".json":  # a tokenizer.json alone
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        if path.is_file() or _has_code(path):  # SentencePiece's .model; or code that is left aside
+        # SentencePiece's .model; or a folder that names code of its own, which is not run.
+        if path.is_file() or _has_code(path):
             tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
             tokenizer.init_kwargs.pop("auto_map", None)  # names the code, for an export
             return tokenizer

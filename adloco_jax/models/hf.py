@@ -514,6 +514,7 @@ def _adapter_modules(network: nn.Module) -> set[str]:
     """Return the names of the modules with an adapter, such as model.layers.0.mlp.up_proj."""
     modules = set()
     for tensor in _adapter_tensors(network):
+        # PEFT's names are base_model.model.<module>.lora_A.weight, and lora_B.
         name = tensor.name.removeprefix("base_model.model.")
         modules.add(re.sub(r"\.lora_[AB]\.weight", "", name))
     return modules
@@ -1079,7 +1080,7 @@ def _with_usual_names(
 
     prefixed = {}
     for name, where in renamed.items():
-        if not _HEADS.fullmatch(name):
+        if not _HEADS.fullmatch(name):  # a head's name has no prefix
             name = names.prefix + name
         prefixed[name] = where
     return prefixed
