@@ -165,8 +165,9 @@ def is_on_hub(name: str, *, key: str) -> bool:
 def find(path: str, *, key: str) -> dict[str, File]:
     """Find the files of a path or an address: of a file, a folder (at any depth) or a glob.
 
-    A glob may have `**`. Links are followed, and a file is read once. Names that begin with `.` or
-    `_` are left out unless `path` spells it. What exists is never interpreted as a glob.
+    A glob may have `**`. Links are followed, and a file to which several lead is listed once. Names
+    that begin with `.` or `_` are left out unless `path` spells it. What exists is never
+    interpreted as a glob.
 
     Returns:
       The files, at least one, sorted by path. A key is the path relative to the folder, or to the

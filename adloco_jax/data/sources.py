@@ -352,7 +352,7 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
     last_line = 0  # number of the line on which the last whole row ends
     with _as_data_errors(file), _opened(file) as content:
         lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)  # or csv.Error
         try:
             require_columns(rows.fieldnames or (), _used_columns(data), str(file))
             last_line = rows.line_num
@@ -611,7 +611,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     where = f"{where}, data.name={data.name}, split {split}"
     unread: list[str] = []
     with hub.as_user_errors(where):
-        if dataset.features is not None:  # the hub knows the columns
+        if dataset.features is not None:  # the hub knows the columns; else all are read
             columns, unread = _columns_to_read(list(dataset.features), data, where)
             dataset = dataset.select_columns(columns)
     num_files = dataset.num_shards  # a shard of the library is a file

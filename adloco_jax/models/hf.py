@@ -429,7 +429,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     needs: dict[str, str] = {}  # from each faulty key to what it must say
 
     for key in sorted(content.keys() - _READ - _HARMLESS):
-        plain = _PLAIN.get(key, [])
+        plain = _PLAIN.get(key, [])  # what the key may say besides nothing
         if content[key] not in [None, False, [], {}, "", *plain]:
             need = " or ".join(map(str, plain)) if plain else "none"
             needs[key] = f"{need}; or merge_and_unload() in PEFT"

@@ -211,7 +211,10 @@ def _in_one_batch(function: Callable) -> Callable:
 
     @mapped.def_vmap
     def of_batch(axis_size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        """Return the results with a leading mapped axis, and True for each, as vmap requires."""
+        """Return the results with a leading mapped axis, and True for each, as vmap requires.
+
+        `is_mapped` tells which of the arrays have this axis, of size `axis_size`; others have none.
+        """
         merged = []  # of the two first axes, [M, B, ...] becomes [M B, ...]
         for array, has_axis in zip(arrays, is_mapped, strict=True):
             if not has_axis:
