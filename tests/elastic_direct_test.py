@@ -357,7 +357,7 @@ def test_each_socket_keeps_the_port_that_the_ticket_names_for_it(tmp_path):
     assert direct_driver._here(ticket).addresses == ("[::1]:45741", "127.0.0.1:45743")
     only = Ticket(b"p" * 32, SECRET, both[:1], "https://relay.example./")
     assert direct_driver._here(only) == Ticket(b"p" * 32, SECRET, ("[::1]:45741",))
-    direct_driver._check_external(both[0])
+    direct_driver._check_address(both[0])
 
     (tmp_path / "ticket").write_text(str(ticket))
     engine = EngineSettings(kind="direct", relay="off")

@@ -718,7 +718,7 @@ class BucketTransport:
             # The driver, not the learner, says whose machine it is.
             return Reply(heartbeat.sign.model_copy(update={"owner": self._owner(call.id)}))
         if call.response is not None and call.response.done():
-            exchange.num_read = max(exchange.num_read, call.id.request)
+            exchange.num_read = max(exchange.num_read, call.id.request)  # the heartbeat has it
             return call.response.result()
         if call.response is None and heartbeat.num_responses >= call.id.request:
             call.response = store.in_thread(self._read_response, call)

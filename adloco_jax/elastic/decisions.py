@@ -231,7 +231,7 @@ def num_parts(steps: int, engine: EngineSettings) -> int:
 def updates_by_speed(
     num_updates: int, parts: int, sequence_s: Mapping[int, Collection[float]]
 ) -> dict[int, int]:
-    """Return by worker id how many updates it makes in a round, in proportion to its speed.
+    """Return how many updates each worker makes in a round, by worker id, as its speed allows.
 
     A worker makes all `num_updates` unless it is clearly slower than the fastest one: its median
     time for a sequence is an eighth longer, and its shortest time is longer than the fastest one's

@@ -101,21 +101,21 @@ def check_possible(settings: Settings, folder: Path) -> None:
     folder has another run or other settings.
     """
     check_installed("iroh", "", "engine.kind = direct")
-    _check_external(settings.engine.address)
+    _check_address(settings.engine.address)
     _check_relay(settings.engine.relay)
     learners = folder / "learners"
     there = Store(RunObjects(learners), Unneeded())  # unsigned: only the driver writes `run.json`
     bucket.check_continues(there, settings, learners / "id")  # with those in `run.json`
 
 
-def _check_external(address: str) -> None:
+def _check_address(address: str) -> None:
     """Raise ConfigError unless `engine.address` is empty, or IP:PORT."""
     if not address:
         return
     try:
         (port,) = _ports([address]).values()
         if not 0 < port < 2**16:  # 0 is any port, and larger ones do not exist
-            raise ValueError
+            raise ValueError  # becomes the ConfigError below
     except ValueError as error:
         raise ConfigError(
             f"engine.address = {address!r}: for direct IP:PORT, such as 203.0.113.7:4433, or empty"

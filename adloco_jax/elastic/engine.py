@@ -483,7 +483,7 @@ class ElasticEngine:
         """
         (position,) = state.control.positions([trainer])  # in arrays [M, ...]
         ensemble = self._states.ensemble_with_states(state, fetches=True)
-        # `replace` calls `spawned`, the compiled program, on parts of the ensemble, to save memory.
+        # This calls `spawned`, the compiled program, on parts of the ensemble, to save memory.
         return replace_in_parts(spawned, ensemble, position, num_workers)
 
     def complete(self, state: State) -> Ensemble:

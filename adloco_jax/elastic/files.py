@@ -364,6 +364,7 @@ class ServedRows:
         self.tokens_per_byte = None  # a classifier has none
         if num_classes is None:
             self.tokens_per_byte = manifest.tokens_per_byte
+        # One JSON record for each part of the data.
         self.shards = [record.model_dump(exclude_none=True) for record in manifest.files]
         # In which order each worker reads the rows; the run's seed decides it.
         self._order = order_of(settings, len(self.rows), where="the driver's rows")

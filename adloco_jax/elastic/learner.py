@@ -385,14 +385,15 @@ class Learner:
             stats_R = measure(self.programs, params_M, test)
 
         # Make the worker's updates, in an ensemble that has this worker alone. The inner state gets
-        # its axis R. A slow learner uses only the first of the learning rates.
+        # its axis R.
         alone = _alone(params_M)
         if not spec.reset_inner_state:
             before_R = jax.tree.map(lambda leaf: leaf[None], self._held_state(key))
             alone = alone.replace(inner_state_R=before_R)
         shape = (plan.num_micro_batches, 1, plan.micro_batch_size, -1)  # -1: length of a row
         rows_T1B = jax.tree.map(lambda rows_BL: rows_BL.reshape(shape), rows_B)
-        # Each micro-batch of the driver, with its learning rate, is so many of the plan's.
+        # Each micro-batch of the driver, with its learning rate, is so many of the plan's. Of a
+        # round that a slow learner does in part, only the first learning rates are used.
         num_smaller = request.micro_batch_size // plan.micro_batch_size
         rate_TR = inputs.rate_T.repeat(num_smaller)[:, None]
         reads_R3 = np.array([key], np.int32)  # which rows are read; random keys are made from it

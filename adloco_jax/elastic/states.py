@@ -106,7 +106,7 @@ class SentParams:
         learner.params_ids[trainer] = newest.id
         is_update = newest.update is not None and had_id == newest.id - 1
         request = request._replace(params_sha256=newest.sha256, is_update=is_update)
-        if had_id == newest.id:
+        if had_id == newest.id:  # the learner has them
             return CompletedRequest(request, params=None)
 
         if is_update not in newest.stored:

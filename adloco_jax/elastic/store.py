@@ -324,7 +324,7 @@ class Store:
                 fault = f"{self.url}: cannot {kind} ({first_line(error)})"
                 if processes.is_asked_to_stop() or failed_s > self.patience_s:
                     raise ResourceError(fault) from error
-                if kind not in self._known:
+                if kind not in self._known:  # none of this kind has ever succeeded
                     self._raise_if_hopeless(kind, error, failures)
                 is_time = told_s == 0 or failed_s > told_s + TELL_S
                 if failures >= _TOLD_FAILURES and is_time:
