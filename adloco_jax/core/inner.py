@@ -124,6 +124,7 @@ def inner_steps(
         examples_T, learning_rate_T = inputs_T
         return lax.scan(step, carry, (examples_T, learning_rate_T, accumulation_T))
 
+    # Workers are mapped over the first axis, which is T in the inputs: so T and R are swapped.
     carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
     inputs_RT = _swap(((batch_TRB, key_TRB), learning_rate_TR))
     carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, sequential=sequential)

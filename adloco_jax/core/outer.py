@@ -108,7 +108,8 @@ def by_trainers(
     def one_trainer(trainer_entries):
         """Aggregate one trainer's workers; return its pseudo-gradient, and whether one is usable.
 
-        `shares` normalises the weights of the usable workers, so that they sum to 1.
+        `trainer_entries` has usability, weights and differences of the workers [W, ...]. `shares`
+        normalises the weights of the usable ones, so that they sum to 1.
         """
         usable_W, weights_W, difference_W = trainer_entries
         share_W, chosen_W = shares(weights_W, usable_W)

@@ -649,7 +649,7 @@ def moved_params(ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray) ->
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Return positions as an array int64 [X].
+    """Check positions in a stack of `size` entries; return them as an array int64 [X].
 
     Raises ValueError if there is none, or if one repeats, is negative, or is not below `size`.
     `name` is the argument's, for the message.

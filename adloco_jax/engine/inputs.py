@@ -205,27 +205,27 @@ def round_keys(
     if measures_gradients(batching):
         keys += [group.key("stats") for group in group_by_size(control, plans, spec)]
     for group in group_by_plan(control, plans, spec):
-        steps = group.steps_key()
-        if needs_start(spec, steps):
-            keys.append(group.key("start", accumulates=steps.accumulates))
+        steps_key = group.steps_key()
+        if needs_start(spec, steps_key):
+            keys.append(group.key("start", accumulates=steps_key.accumulates))
         if is_streaming:
             # "fragment" runs the last call before each synchronisation, "steps" those before it, if
             # the round has more calls than synchronisations.
             if group.plan.num_micro_batches > spec.steps_per_round:
-                keys.append(steps)
-            keys.append(steps._replace(kind="fragment", sizes=group.sizes))
+                keys.append(steps_key)
+            keys.append(steps_key._replace(kind="fragment", sizes=group.sizes))
         else:
-            keys += [steps, group.key("outer")]
+            keys += [steps_key, group.key("outer")]
     return list(dict.fromkeys(keys))  # each once, in order
 
 
-def needs_start(spec: ProgramSpec, steps: ProgramKey) -> bool:
+def needs_start(spec: ProgramSpec, steps_key: ProgramKey) -> bool:
     """Return whether a round begins with the program "start", which prepares the workers.
 
-    `steps` is the key of the round's inner steps. Without "start", the workers of Streaming DiLoCo
-    go on with the parameters and inner states that they have.
+    `steps_key` is the key of the round's inner steps. Without "start", the workers of Streaming
+    DiLoCo go on with the parameters and inner states that they have.
     """
-    return not spec.outer.own_params or steps.accumulates or spec.reset_inner_state
+    return not spec.outer.own_params or steps_key.accumulates or spec.reset_inner_state
 
 
 def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> list[ProgramKey]:

@@ -167,7 +167,7 @@ class LocalEngine:
         # The devices run the updates, while the host decides and prepares the next round.
         ensemble, measured = self._dispatch(state, round_inputs)
         self._flushed.clear()
-        stats_of = by_trainer(round_inputs.stats_rows, stats)
+        stats_of = by_trainer(round_inputs.stats_rows, stats)  # waits for the measurements
         control, decisions = decide(control, stats_of, plans)
         if not is_over(control, settings):
             self.look_ahead(control)
@@ -178,6 +178,7 @@ class LocalEngine:
         step_s = time.perf_counter() - start_s
         stall_s = self.programs.stall_s - stalled_s
 
+        # For each trainer, the ledger fields that the plan determines, and the costs.
         lines = {m: round_inputs.lines[m] | spent[m] for m in plans}
         outcomes = _outcomes(measured)
         state = State(ensemble, control)

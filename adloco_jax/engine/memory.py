@@ -172,6 +172,7 @@ def choose(
             continue
         largest = choice.max_batch_size
         tokens = largest * tokens_of_a_row(mode_spec, ensemble.sizes(whole_pool=True))
+        # Another mode would gain nothing.
         is_enough = tokens >= STEP_TOKENS or largest == sizes[-1] or is_cpu
         fits.append((math.inf if is_enough else tokens, choice))
         if is_enough:

@@ -149,7 +149,7 @@ class Programs:
         is_whole = to.shard_shape(leaf.shape) == leaf.shape  # each device has the whole leaf
         parts = []
         for device, slices in to.addressable_devices_indices_map(leaf.shape).items():
-            part_key = (number, device, str(slices))
+            part_key = (number, device, str(slices))  # a slice cannot be hashed
             if part_key not in self._parts:
                 part = leaf if is_whole else np.asarray(leaf)[slices]
                 self._parts[part_key] = jax.device_put(part, device)
@@ -201,6 +201,7 @@ class Programs:
         start_s = time.perf_counter()
         self._on_compile(Compiling(next(self._numbers), len(self._known)))
         _on_this_thread.hits = 0  # JAX's events count the cache hits of this compilation
+        # The setting of the thread that made this object, which is JAX's for that thread alone.
         with jax.enable_x64(self._x64):
             program = lower(self.spec, key).compile()
         seconds = time.perf_counter() - start_s
@@ -606,6 +607,7 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 
     Its parameters and results are those of the function that `_advance` returns.
     """
+    # Groups of devices, over which the workers are divided; the devices of one share its workers.
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     sequential = _on_each_device(_advance(spec, at, sequential=True), at)
     # All workers at once: their micro-batches are one batch, which XLA's partitioner divides over
@@ -615,7 +617,7 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     def steps(workers, rows_and_keys, rate_TR, update_T):
         """Run the inner steps, in turn if the run says so and a device has several workers."""
         num_workers = rate_TR.shape[1]
-        # Each group of devices, which share workers, has one worker: there are no turns.
+        # Each group of devices has one worker: there are no turns.
         one_each = num_groups > 1 and num_workers == num_groups
         if spec.sequential and not one_each:
             return sequential(workers, rows_and_keys, rate_TR, update_T)

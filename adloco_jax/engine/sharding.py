@@ -106,6 +106,7 @@ class Placement:
 
         def second_sharding(leaf, sharded, first):
             """Return `sharded`, or `first` for a float leaf that is not divided over workers."""
+            # Codes, bits and booleans are not summed as they are: a device needs all workers'.
             if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return sharded
             # An entry of a spec is None, the name of an axis, or a tuple of names.

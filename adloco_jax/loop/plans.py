@@ -70,14 +70,14 @@ def _round_steps(control: Control, trainer_id: int, settings: Settings) -> int:
     # All lengths below are in multiples of `steps_per_round`.
     left = math.inf  # the length after which the run has its tokens
     if math.isfinite(settings.last_token):  # infinite: the run has no limit of tokens
-        sequences = 0  # of one update of all workers
+        sequences = 0  # that all workers together read for one update each
         for m, each in control.trainers.items():
             size, accum = _micro_batches(control, m, settings.batching, settings.switch)
             sequences += size * accum * len(each.streams)
         tokens = inner.steps_per_round * sequences * settings.data.sequence_length
         left = np.ceil((settings.last_token - control.tokens_total) / tokens)
-    # Both numbers are at least 1, even if fewer tokens are left.
-    # Add 1e-9, because a rounding error must not cost the round `steps_per_round` updates.
+    # `factor` and `length` are at least 1, even if fewer tokens are left. Add 1e-9, because a
+    # rounding error in the quotient must not cost the round `steps_per_round` updates.
     factor = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     length = max(int(min(trainer.round_length * factor, left)), 1)
     steps = inner.steps_per_round * length
