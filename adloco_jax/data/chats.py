@@ -5,7 +5,7 @@ template*, a program of the tokenizer, writes them as one text (`Tokenizer.rende
 error of any class, which `read` turns into a DataError. An *answer* is a turn of the role
 "assistant"; its *span* is the part of the text that the template writes for it. The model learns to
 write the spans: their tokens *count*. With `data.loss=all` every token counts. An *end of text* is
-a special token's text, such as `<|im_end|>`; `ends` are those that may stand behind an answer. A
+a special token's text, such as `<|im_end|>`; `ends` are those that may stand after an answer. A
 *call* names a tool, a function, with its arguments. A *field* is a key of a turn.
 `render(turns, prompts=False)` writes the turns alone; with `prompts=True` the start of an answer
 follows them. Messages name a place (`where`): file and row, and then column and turn.
@@ -23,7 +23,7 @@ from adloco_jax.errors import ConfigError, DataError, UserError, reason
 from adloco_jax.settings import DataSettings
 
 Turn: TypeAlias = dict[str, Any]
-Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind it
+Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one after it
 
 # Columns that are read beside those that data.text_column names.
 BESIDE = ("tools", "label", "system", "input")
@@ -41,11 +41,11 @@ _ROLES = {
 _ANSWER = "an answer that is not empty; mend it, or set data.skip_bad"  # the end of messages
 # The start of turns that were written as Python's text of a list, with single quotes.
 _PYTHON_TURNS = re.compile(r"""\s*\[\s*\{\s*'(role|from|content|value)'""")
-# A question before a first answer, and a mark behind contents. Their characters are from Unicode's
+# A question before a first answer, and a mark after contents. Their characters are from Unicode's
 # area for private use, which no chat has.
 _ASKED: Turn = {"role": "user", "content": "\ue000"}
 _MARK = "\ue001"
-_MAX_END_CHARS = 100  # of white space and the name of a special token behind an answer
+_MAX_END_CHARS = 100  # of white space and the name of a special token after an answer
 # An answer among the first turns is found by rendering all turns before it. For all answers of a
 # long chat this would take quadratic time.
 _FIRST_TURNS = 8
@@ -57,9 +57,9 @@ class Answers(NamedTuple):
     Attributes:
       spans: The parts whose tokens count in the loss, in order: the answers, or with
         `data.loss=all` the whole text.
-      contents: The same parts without the ends of text behind answers.
+      contents: The same parts without the ends of text after answers.
       ids: The ids of the whole text, int32 [N].
-      offsets: The index of each token's first character and the one behind its last, [N, 2].
+      offsets: The index of each token's first character and the one after its last, [N, 2].
       only_last: Whether the last answer alone counts, because the template writes earlier ones
         otherwise once other turns follow.
       is_rejected: Whether nothing counts because the row's column `label` says false: then its
@@ -101,7 +101,7 @@ def read(
     `data.text_column` names one column of turns; or "prompt+completion", columns of turns or of
     text, of which only answers in the completion count; or "instruction+output", a question and its
     answer. If prompt and completion are text, they are joined without a template, and an end of
-    text closes them. Turns of `weight` 0 do not count, nor do answers behind the end of a row.
+    text closes them. Turns of `weight` 0 do not count, nor do answers after the end of a row.
 
     Args:
       row: The values of a row by column; those of `data.text_column` are there.
@@ -117,7 +117,7 @@ def read(
     """
     names = data.text_column.split("+")
     columns = _columns(row, names, where)  # their values, in which turns are lists
-    # The texts that may stand behind an answer; the first is what ends a document. One is empty if
+    # The texts that may stand after an answer; the first is what ends a document. One is empty if
     # the tokenizer has no text for an id, and is then passed over.
     end_ids = (tokenizer.eot_id, *tokenizer.ends, *tokenizer.turn_end)
     ends = [tokenizer.decode([end_id]) for end_id in end_ids]
@@ -209,7 +209,7 @@ def require_text(text: Any, where: str) -> str:
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
-    """Return a text without the ends of text (`ends`) at its end, and the space behind them.
+    """Return a text without the ends of text (`ends`) at its end, and the space after them.
 
     A text that ends with none of them is returned as it is, with its space.
     """
@@ -265,7 +265,7 @@ def _chat_of_row(
       columns: Their values, from `_columns`.
       where: File and row, for messages.
       tokenizer: Its template tells which fields are read.
-      ends: Ends of text, which are removed behind answers, as the template writes its own.
+      ends: Ends of text, which are removed after answers, as the template writes its own.
 
     Raises:
       DataError: If a turn is malformed or has an unknown role, an answer is empty, or another
@@ -369,7 +369,7 @@ def _checked_turns(
 ) -> list[Turn]:
     """Return the turns of a column, with the names of roles and fields that templates know.
 
-    `where` is the column, for messages, and `ends` are ends of text, which are removed behind
+    `where` is the column, for messages, and `ends` are ends of text, which are removed after
     answers. Raises DataError if `given` is no list or is empty, or a turn is malformed.
     """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
@@ -383,7 +383,7 @@ def _checked_turn(given: Any, at: str, tokenizer: Tokenizer, ends: Collection[st
     """Check a turn, and return it with the names of roles and fields that templates know.
 
     ShareGPT's names are replaced, parts of text joined to a content, and ends of text (`ends`)
-    behind an answer removed. A field of None is left out. The field "weight" stays; with the weight
+    after an answer removed. A field of None is left out. The field "weight" stays; with the weight
     0 a turn does not count. `at` is the place of the turn in messages. Raises DataError if the turn
     is malformed, or if an answer that counts is empty.
     """
@@ -464,7 +464,7 @@ def _with_type(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
-    """Return the text of a chat. If its last turn is an answer, an end of text stands behind it.
+    """Return the text of a chat. If its last turn is an answer, an end of text stands after it.
 
     Some templates write the end of an answer only with the turn that follows. Then it is added
     here, so that the model learns to stop.
@@ -480,11 +480,11 @@ def _rendered(chat: _Chat, tokenizer: Tokenizer, ends: Collection[str]) -> str:
 def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[list[Span], bool]:
     """Return the spans of a chat's answers in its text, and whether only the last was looked for.
 
-    Some templates mark the spans. Of others, the span of a turn is what the template writes behind
+    Some templates mark the spans. Of others, the span of a turn is what the template writes after
     the start of an answer if the chat ends with this turn. A template may write a turn differently
     once others follow. Then the result is the last answer's span and True, without a span if turns
     follow this answer, too. The search stops at the first answer that begins at the character
-    `limit` or behind. Raises DataError if an answer that ends the chat is not found, or if marks
+    `limit` or later. Raises DataError if an answer that ends the chat is not found, or if marks
     cannot be matched with turns.
     """
     if tokenizer.mark:
@@ -512,7 +512,7 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
                 return [], True
             return [last], True
         if span[0] >= limit:
-            break  # behind the end of a row, where nothing is learnt
+            break  # after the end of a row, where nothing is learnt
         spans.append(span)
     return spans, False
 
@@ -568,7 +568,7 @@ def _span_by_all_turns(text: str, chat: _Chat, i: int, tokenizer: Tokenizer) -> 
 
 
 def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int] | None:
-    """Return for each turn the index of the character behind its content, in a chat's text.
+    """Return for each turn the index of the character after its content, in a chat's text.
 
     The chat is rendered with a mark at the end of each content. A turn without content has the end
     of the turn before. None if the template writes other text because of the marks.
@@ -584,7 +584,7 @@ def _ends_of_contents(text: str, chat: _Chat, tokenizer: Tokenizer) -> list[int]
             turn = turn | {"content": bare + _MARK + content[len(bare) :]}
         marked.append(turn)
 
-    # The pieces end behind each content; the last is what follows the last content. Together they
+    # The pieces end after each content; the last is what follows the last content. Together they
     # are the text of the chat, if the marks change nothing else. An end of text that the template
     # did not write may follow in `text` (`_rendered`).
     pieces = tokenizer.render(marked, prompts=False, tools=chat.tools).split(_MARK)
@@ -605,10 +605,10 @@ def _span_by_question(
 ) -> Span | None:
     """Return the span of the turn at index `i` > 0, by rendering it with the turn before it alone.
 
-    For a long chat this is faster than to render all turns before it. The result is sought between
-    the content of the turn before and that of the turn behind. `content_ends` has for each turn the
-    index of the character behind its content. None if the template refuses the two turns, writes
-    them differently, or the result is not found there.
+    For a long chat this is faster than to render all turns before it. The result is looked for
+    between the content of the turn before and that of the turn after. `content_ends` has for each
+    turn the index of the character after its content. None if the template refuses the two turns,
+    writes them differently, or the result is not found there.
     """
     render = tokenizer.render
     assert render is not None  # `read` refuses a chat without a template
@@ -628,11 +628,11 @@ def _span_by_question(
         return None
     written = _without_space(through.removeprefix(before), tokenizer)
 
-    # Between the end of the content before and the end of the content behind.
+    # Between the end of the content before and the end of the content after.
     stop = content_ends[i + 1] if i + 1 < len(content_ends) else len(text)
     position = text.find(start_of_answer + written, content_ends[i - 1], stop)
     start = position + len(start_of_answer)
-    if position < 0 or start > content_ends[i]:  # not found, or found behind this turn's content
+    if position < 0 or start > content_ends[i]:  # not found, or found after this turn's content
         return None
     return start, start + len(written)
 
@@ -647,7 +647,7 @@ def _without_space(written: str, tokenizer: Tokenizer) -> str:
 
 
 def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
-    """Return the span of an answer with the end of text behind it, if one of `ends` stands there.
+    """Return the span of an answer with the end of text after it, if one of `ends` stands there.
 
     A span that has an end of text already is returned as it is.
     """
@@ -665,15 +665,15 @@ def _with_end(text: str, span: Span, ends: Collection[str]) -> Span:
 def tokens_in_spans(offsets_N2: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """Return which tokens count, bool [N]: those with a character in one of the spans.
 
-    `offsets_N2` has the index of each token's first character, and of the one behind its last. The
+    `offsets_N2` has the index of each token's first character, and of the one after its last. The
     first token never counts, because nothing predicts it.
     """
     counts_N = np.zeros(len(offsets_N2), bool)
     # A token without characters may have any offsets. The search needs ascending ones.
     starts_N, ends_N = np.maximum.accumulate(offsets_N2, axis=0).T
     for start, end in spans:
-        first = np.searchsorted(ends_N, start, "right")  # the first token that ends behind `start`
-        behind = np.searchsorted(starts_N, end)  # the first token that starts at `end` or behind
-        counts_N[first:behind] = True
+        first = np.searchsorted(ends_N, start, "right")  # the first token that ends after `start`
+        stop = np.searchsorted(starts_N, end)  # the first token that starts at `end` or later
+        counts_N[first:stop] = True
     counts_N[:1] = False  # a slice, because there may be no token
     return counts_N

@@ -202,7 +202,7 @@ def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
     Raises DataError if the system cannot look there, or a link leads nowhere.
     """
     start = _local_path(path, key=key)
-    # Files are sought below `base`, by the parts of a glob, `pattern`.
+    # Files are looked for below `base`, by the parts of a glob, `pattern`.
     if start.is_dir():
         base = start
         pattern = ["**"]
@@ -296,7 +296,7 @@ def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
     with hub.as_user_errors(f"{key}={address}"):
         system, path = _file_system(address, key)
         system.invalidate_cache()  # ask the server again; fsspec keeps listings of folders
-        # A folder has all files below; a glob those below the part before its first wildcard.
+        # Files are looked for below `base`, by the parts of a glob, `pattern`: at first all files.
         base = path.rstrip("/")
         pattern = ["**"]
         is_glob = False

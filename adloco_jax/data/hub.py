@@ -234,7 +234,7 @@ def _as_errors_of_name(where: str) -> Iterator[None]:
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:
-    """Remove secrets from a message; a filter of logging, which True lets pass."""
+    """Remove secrets from a log message; a filter of `logging`: True keeps the message."""
     record.msg = reason(RuntimeError(record.getMessage()))  # an error's message without secrets
     record.args = ()  # they are in the message already
     return True

@@ -71,11 +71,11 @@ class RowArrays:
         """Number of documents that begin in the rows; the last may be cut."""
         if self.starts is None:  # a labelled text has a row of its own
             return len(self.tokens)
-        # A start behind the rows can only be in a damaged file.
+        # A start after the rows can only be in a damaged file.
         starts = self.starts[self.starts < self.tokens.size]
         if self.answers is None:
             return len(starts)
-        # Of chats, the padding behind each is a document too, which is left out here: in it no
+        # Of chats, the padding after each is a document too, which is left out here: in it no
         # token counts. `reduceat` tells of each document whether any of its tokens counts.
         has_answer = np.logical_or.reduceat(self.answers.reshape(-1), starts)
         return int(np.count_nonzero(has_answer))
@@ -113,7 +113,7 @@ class Manifest(Format):
       only_last: Number of chats of whose answers only the last counts, because the template writes
         earlier ones differently once other turns follow.
       rejected: Number of chats that are in no row because their label is false.
-      bad: Number of rows of the text that `data.skip_bad` has let pass.
+      bad: Number of rows of the text that were bad and skipped (`data.skip_bad`).
       unread: Names of columns, and of fields of chats' turns, that nothing reads.
     """
 
@@ -213,7 +213,7 @@ class DocumentRows:
         row_k = np.repeat(np.arange(num_rows), end_n - begin_n)  # the row in which each begins
         position_k = self.starts[document_k] - first_n[row_k]  # where it begins in this row
 
-        # Write each start at its position, and carry it on to the positions behind.
+        # Write each start at its position, and carry it on to the positions after.
         starts_nL = np.zeros((num_rows, length), np.int32)
         starts_nL[row_k, position_k] = position_k
         np.maximum.accumulate(starts_nL, axis=1, out=starts_nL)

@@ -8,7 +8,7 @@ it. Labelled texts become one row `[label, number of tokens, tokens...]` each. L
 A *side* is training text or held-out text. A *part* is a file of text, or of a data set on the hub.
 Held-out text is *separate* if the config names files or a split for it; else some documents of the
 text are held out. A token *counts* if the model is trained to predict it; of a chat only some do. A
-*bad* row of a file has no proper text, and up to `data.skip_bad` of them are let pass. A chat is
+*bad* row of a file has no proper text, and up to `data.skip_bad` of them are skipped. A chat is
 *rejected* if its row has a column `label` that says false: its answer is an example of a bad one,
 from which no method here learns. A *copy* has the same tokens as a held-out document.
 
@@ -195,7 +195,7 @@ _DOCUMENT = np.dtype(
         ("only_last", "?"),  # of a chat: only its last answer counts (`chats.Answers`)
         ("rejected", "?"),  # of a chat: its answer is a bad one (`chats.Answers.is_rejected`)
         ("cut", "?"),  # of a chat: it was longer than a row
-        ("bad", "?"),  # a row without text, which `data.skip_bad` has let pass
+        ("bad", "?"),  # a row without text, which was skipped (`data.skip_bad`)
     ]
 )
 """The description of a document."""
@@ -212,7 +212,7 @@ class _TokenisedText:
       files: Records of the parts that were read.
       unread: Names of columns and fields of chats that nothing reads (`chats.Answers.unread`).
       num_tokens: Number of tokens of all documents.
-      num_bad: Number of rows that `data.skip_bad` has let pass.
+      num_bad: Number of bad rows that were skipped.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -427,7 +427,7 @@ def _encode(documents: Sequence[Document], job: Job, side: int) -> tuple[np.ndar
                 is_cut = len(piece) < len(chat.ids)
                 limit = len(text)  # where the text ends, in characters
                 if is_cut:
-                    limit = int(chat.offsets[len(piece) - 1, 1])  # behind the last kept token
+                    limit = int(chat.offsets[len(piece) - 1, 1])  # after the last kept token
                 about["cut"][index] = is_cut
                 # Of the parts that count, up to the cut, without ends of text.
                 about["num_bytes"][index] = chats.num_bytes(text, chat.contents, limit)
@@ -641,7 +641,7 @@ class _PackedSide:
 
     Attributes:
       first_N: For each document the index of its first token in the flattened rows; the size of the
-        rows, behind their end, if the document is not on this side.
+        rows, after their end, if the document is not on this side.
       ids: Rows of token ids [num_rows, L + 1], memory-mapped.
       counts: Rows of bool in the same shape, which say whether a token counts, memory-mapped. None
         if all tokens count.
@@ -671,9 +671,9 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
         lengths = lengths_N[which]
         offsets = np.cumsum(lengths) - lengths  # of each document's first token in `tokens`
         for side in (train, heldout):
-            # The index of each token in the flattened rows of this side: it lies as far behind its
+            # The index of each token in the flattened rows of this side: it lies as far after its
             # document's first token there as in `tokens`. It is past the rows' end if the document
-            # is on the other side, or behind the last full row.
+            # is on the other side, or after the last full row.
             index = np.repeat(side.first_N[which] - offsets, lengths) + np.arange(len(tokens))
             fits = index < side.ids.size
             side.ids.reshape(-1)[index[fits]] = tokens["id"][fits]
@@ -699,7 +699,7 @@ def _laid_out(
       folder: An existing folder.
       files: Names of the side's files. That of starts is written here. The others are created, and
         the caller writes the documents into them.
-      limit: Upper limit of rows; documents behind it are left out. None: no limit.
+      limit: Upper limit of rows; documents after it are left out. None: no limit.
     """
     width = job.row_length
     length_D = lengths_N[mask_N]
@@ -727,9 +727,9 @@ def _laid_out(
         counts = None
         # A document begins with the end of text from which its first token is predicted.
         starts = np.maximum(first_D - 1, 0)
-    np.save(folder / files.starts, starts[starts < ids.size])  # others are behind the last row
+    np.save(folder / files.starts, starts[starts < ids.size])  # others are after the last row
 
-    first_N = np.full(len(lengths_N), ids.size)  # behind the end: not on this side
+    first_N = np.full(len(lengths_N), ids.size)  # after the end: not on this side
     first_N[mask_N] = first_D
     return _PackedSide(first_N, ids, counts)
 

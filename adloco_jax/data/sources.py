@@ -3,7 +3,7 @@
 A source (`DataSource`) reads one file. It yields *rows*: texts, or a `Record` for each row of a
 table; for a row that is bad it may yield a DataError instead. `documents_of` makes a `Document`
 from a row: its text, and a classifier's class or a chat's answers. With `data.skip_bad` some bad
-rows are let pass. Damaged files and missing columns raise DataError while reading, with the file. A
+rows are skipped. Damaged files and missing columns raise DataError while reading, with the file. A
 *commit* is a version of a data set on the hub. `data` is the config's group of this name.
 """
 
@@ -72,7 +72,7 @@ class Document(NamedTuple):
       text: The text; empty for a bad row.
       label: The class; 0 if texts are not labelled.
       answers: The answers of a chat; of other text only the names of unread columns.
-      fault: The message of a bad row that `data.skip_bad` lets pass; else empty.
+      fault: The message of a bad row, which `data.skip_bad` may allow to skip; else empty.
     """
 
     text: str
@@ -359,7 +359,7 @@ def csv_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError
             for row in rows:
                 last_line = rows.line_num
                 where = f"{file}:{last_line}"
-                if None in row:  # the key under which `csv` puts cells behind the last column
+                if None in row:  # the key under which `csv` puts cells after the last column
                     yield DataError(f"{where}: more cells than there are columns")
                     continue
                 label = row.get(data.label_column) or ""  # without classes the name is empty
@@ -485,8 +485,8 @@ def read_text(file: Path) -> str:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Cut a document in two: a beginning to train on, and an end to hold out.
 
-    The cut is behind the blank line nearest to the fraction 1 - heldout_frac of the characters. If
-    this is further away than half the held-out length, the cut is behind the nearest newline.
+    The cut is after the blank line nearest to the fraction 1 - heldout_frac of the characters. If
+    this is further away than half the held-out length, the cut is after the nearest newline.
 
     Args:
       text: The document.
@@ -498,7 +498,7 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     """
     target = (1 - heldout_frac) * len(text)
     half_of_heldout = heldout_frac * len(text) / 2
-    # The patterns match the empty text behind a blank line, and behind a newline.
+    # The patterns match the empty text after a blank line, and after a newline.
     cut = _nearest_end(r"(?<=\n\n)|(?<=\r\n\r\n)", text, target)
     if not cut or abs(cut - target) > half_of_heldout:
         cut = _nearest_end(r"(?<=\n)", text, target)
@@ -535,7 +535,7 @@ def _opened(file: File) -> Iterator[Any]:
 def _json_row(line: bytes, where: str) -> Record | DataError:
     """Return the record of a line of JSON, or a DataError that names `where` and what is wrong.
 
-    A returned error is of this row alone, and may be let pass. A line longer than `MAX_LINE_BYTES`
+    A returned error is of this row alone, which may be skipped. A line longer than `MAX_LINE_BYTES`
     raises DataError, because it was not read to its end.
     """
     if len(line) > MAX_LINE_BYTES:

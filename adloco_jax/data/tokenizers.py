@@ -74,9 +74,9 @@ class Tokenizer:
         in JSON Schema, or None. `date` (YYYY-MM-DD; empty: today's) is what the template writes as
         today's. None if there is no template.
       mark: `mark(turns, tools, date="")` returns the answers in the text that `render` returns, as
-        pairs of the first character and the one behind. None unless the template marks answers by
+        pairs of the first character and the one after. None unless the template marks answers by
         `{% generation %}`.
-      turn_end: The added token behind an answer in the text of a chat: a tuple of one id or none.
+      turn_end: The added token after an answer in the text of a chat: a tuple of one id or none.
       name: The name in the config, for messages.
     """
 
@@ -104,7 +104,7 @@ class Tokenizer:
     def encode_aligned(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Convert a text to int32 ids [N]; also return the characters of each token, int64 [N, 2].
 
-        They are the index of its first character, and of the one behind its last.
+        They are the index of its first character, and of the one after its last.
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
         offsets_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -178,7 +178,7 @@ def load_tokenizer(
 
     A classifier reads a text between special tokens. Where the tokenizer puts none, they are its
     classification token in front (`[CLS]`, from which BERT predicts the class; else the
-    end-of-text token), and its end-of-text token behind.
+    end-of-text token), and its end-of-text token after it.
 
     Args:
       name: "bytes" (an id is a UTF-8 byte, and 256 ends a text), a `tokenizer.json`, a
@@ -414,7 +414,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         )
 
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
-        """Return each answer in the text of `render`: its first character, and the one behind.
+        """Return each answer in the text of `render`: its first character, and the one after.
 
         The arguments are a chat's turns, descriptions of tools or None, and the date that the
         template writes as today's.
@@ -427,9 +427,9 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
         # The mask is 1 for tokens of an answer. It changes where an answer begins and where it has
-        # ended, so that each pair of changes is an answer: its first token, and the one behind.
+        # ended, so that each pair of changes is an answer: its first token, and the one after.
         changes = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0))
-        offsets = encoded["offset_mapping"]  # first character of each token, and the one behind
+        offsets = encoded["offset_mapping"]  # first character of each token, and the one after
         answers = []
         for first, end in changes.reshape(-1, 2):
             answers.append((offsets[first][0], offsets[end - 1][1]))
@@ -448,7 +448,7 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
 def _turn_end(tokenizer: Any, render: Callable[..., str]) -> tuple[int, ...]:
     """Return the added token that follows an answer in a rendered chat: one id, or none.
 
-    An added token is one that the tokenizer never splits. If the template writes none behind the
+    An added token is one that the tokenizer never splits. If the template writes none after the
     last answer (GLM's), it is the one with which the next question begins. There is none if the
     template refuses these chats. `tokenizer` is one of `transformers`, and `render` writes a chat
     by its template.
@@ -626,8 +626,8 @@ def _prepare_for_classes(tokenizer: Any, end: str, text_length: int) -> None:
     """Change a tokenizer of `transformers` so that it prepares texts to be classified.
 
     A text gets special tokens at both ends: the tokenizer's own, or else its classification token
-    before and the end of text behind. `end` is the name of the end-of-text token. A text is cut and
-    padded on the right, to at most `text_length` tokens.
+    before it and the end of text after it. `end` is the name of the end-of-text token. A text is
+    cut and padded on the right, to at most `text_length` tokens.
     """
     from tokenizers import processors
 

@@ -616,7 +616,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     shard_size: str = "5GB",
 ) -> None:
-    """Write a model in Hugging Face layout, as `transformers` loads it without any key amiss.
+    """Write a model in Hugging Face layout; `transformers` loads it without a missing key.
 
     Args:
       params: All parameters of `network`, without an adapter.
@@ -856,7 +856,7 @@ def _local_folder(
       ResourceError: If the hub cannot be reached.
       DataError: If there is no such folder, there is no file at the address, or a copy is damaged.
     """
-    files = ("config.json", "*.index.json", _ADAPTER, GENERATION)
+    files = ("config.json", "*.index.json", _ADAPTER, GENERATION)  # copied if they exist
     with fetched(name, files, one_of=one_of, key=key, hint=_CONVERT, revision=revision) as folder:
         if not folder.is_dir():
             raise DataError(f"{name}: no such folder")

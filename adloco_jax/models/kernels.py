@@ -316,7 +316,7 @@ def attend_past(
     """
     B, H, _, K = q_BHLK.shape
     q_BGrK = q_BHLK.reshape(B, k_BGLK.shape[1], -1, K)  # by the key head that r query heads share
-    # Scores and weights are [B, G, r, T + 1]: those of the new key come behind those of past keys.
+    # Scores and weights are [B, G, r, T + 1]: those of the new key come after those of past keys.
     score = functools.partial(jnp.einsum, "bgrk,bgtk->bgrt", preferred_element_type=jnp.float32)
     before = jnp.where(is_seen_1T, score(q_BGrK, past["keys"]), -jnp.inf)
     scores = jnp.concatenate([before, score(q_BGrK, k_BGLK)], axis=-1)

@@ -852,7 +852,7 @@ def _continue(
         return hidden_and_new
 
     def add_token(state: _Generation) -> _Generation:
-        """Read the last known token of each text, and write the next one behind it."""
+        """Read the last known token of each text, and write the next one after it."""
         position, text_BT, past, has_ended_B = state
         last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
         hidden_B1D, new_keys_values = extend(last_B1, position - 1, past)

@@ -210,7 +210,7 @@ def _normalised_llama(content: dict) -> dict:
     try:
         # A copy, because transformers may change what it is given.
         config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content))
-        config.standardize_rope_params()  # as the model does
+        config.standardize_rope_params()  # into `rope_parameters`, from keys of older versions
         filled = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
         raise Unusable("keys", "one that transformers refuses", reason(error, 200)) from error
