@@ -619,7 +619,7 @@ class BucketTransport:
             if ended or time.monotonic() >= until_s:
                 return ended
             time.sleep(min(_LOOK_S, timeout_s))
-            # A driver that cannot see learners must not judge them.
+            # The caller counts silent learners as lost, so it must not see them as silent now.
             while self._is_cut_off() and not (self._fault or processes.is_asked_to_stop()):
                 time.sleep(_CUT_OFF_S)
 

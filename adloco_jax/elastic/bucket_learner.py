@@ -343,7 +343,7 @@ class BucketLearner:
         True does not mean that the driver is alive: it may be silent, or the run may be over. A
         line is printed if the driver has ended or is silent.
         """
-        # A newer heartbeat of the known driver.
+        # A newer heartbeat of the known driver. With another start it is another driver's.
         if self.generation > 0:
             heartbeat = self._read_driver(self.generation)
             if heartbeat is not None and heartbeat.start == self.driver.start:

@@ -750,7 +750,9 @@ class ElasticEngine:
     def _poll(self) -> None:
         """Process the responses of learners that have come, and the losses of learners.
 
-        Waits a fraction of a second for them.
+        Waits a fraction of a second for them. Raises ResourceError if no learner is left or can be
+        reached, or a trainer's rounds have failed for `PATIENCE_S` seconds; ConfigError if, at the
+        start, a learner has other data or versions.
         """
         for event in self.pool.poll():
             match event:

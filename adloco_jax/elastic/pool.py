@@ -467,6 +467,7 @@ class LearnerPool:
         if learner.joined:  # what it did since its last report, or its start, is lost
             self.lost_s += time.monotonic() - max(learner.spent_s, learner.started_s)
         self._replace_process(number, cause, has_run=has_run)
+        # Infinity: the learner's next process is never started.
         if all(math.isinf(each.started_s) for each in self.learners.values()):
             raise ResourceError(f"no learner is left; learner {number}: {cause}")
         return Loss(learner, cause)
