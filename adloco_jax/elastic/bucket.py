@@ -264,8 +264,8 @@ def _own_description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescr
 def _read_description(bucket: Store, path: Path) -> RunDescription | None:
     """Return the run's description, `run.json` of the bucket; None if there is none.
 
-    Raises ConfigError if it is damaged, or of another run than the file at `path`, which has the
-    id of this one if it is there.
+    Raises ConfigError if it is damaged, or of another run: its id is not the one in the file at
+    `path`, or there is no such file, as this run is new.
     """
 
     def read() -> RunDescription | None:
@@ -382,6 +382,7 @@ def _delete_rounds(bucket: Store, last: int) -> None:
     """Delete the parameters, requests and responses of drivers whose number is at most `last`."""
     old = []
     for name in bucket.names():
+        # The second part of these names is the driver's number.
         match = re.match(r"(?:params|requests|responses)/(\d+)/", name)
         if match and int(match[1]) <= last:
             old.append(name)
@@ -775,6 +776,7 @@ class BucketTransport:
             left.append(handle.of(request).name("requests"))
             left.append(handle.of(request).name("responses"))
         self._act_in_thread(self._write_heartbeat)
+        # Only after the requests under way are written, else they would stay.
         self._act_in_thread(lambda: self._store.delete(*left), exchange.writes)
 
     def close(self, *, is_over: bool) -> None:

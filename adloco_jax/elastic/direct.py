@@ -176,6 +176,7 @@ def send_at_once() -> bool:
     def write_at_once(self: Any, value: bytes) -> None:
         """Append bytes to the buffer of Rust, `self.rbuf`."""
         with self._reserve(len(value)):  # makes room for the bytes, and counts them at its end
+            # The address after the last byte.
             start = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value + self.rbuf.len
             ctypes.memmove(start, value, len(value))
 
@@ -569,12 +570,13 @@ async def _ask_on(connection: Any, question: Question, body: bytes = b"") -> tup
 
 @contextlib.contextmanager
 def connection_errors() -> Iterator[None]:
-    """Raise errors of iroh, TimeoutError and Refused in the block as ConnectionError, in words."""
+    """Turn IrohError, TimeoutError and Refused within the `with` block into ConnectionError."""
     import iroh
 
     try:
         yield
     except iroh.IrohError as error:
+        # `reason` takes secrets out of an error's message, and cuts it.
         raise ConnectionError(reason(RuntimeError(error.message()), _ERROR_CHARACTERS)) from error
     except TimeoutError as error:
         raise ConnectionError("no answer") from error

@@ -63,7 +63,7 @@ class Link:
     """One direction of a link of limited rate, which several threads share."""
 
     def __init__(self, bytes_per_s: float = math.inf):
-        """Begin with an idle link; infinity is no limit."""
+        """Begin with an idle link of this rate; infinity: no limit."""
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0  # when it has carried all bytes so far, on the clock `time.monotonic`
         self._using = threading.Lock()
