@@ -52,7 +52,7 @@ class Demonstration:
 
     def start(self, name: str, *words: object) -> subprocess.Popen:
         """Start a command of adloco; its output goes to a file."""
-        command = [sys.executable, "-m", "adloco_jax", *map(str, words)]
+        command = [sys.executable, "-P", "-m", "adloco_jax", *map(str, words)]
         environ = os.environ | {"JAX_PLATFORMS": "cpu", "ADLOCO_KEY": self.key}
         with open(self.folder / f"{name}.log", "a") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)

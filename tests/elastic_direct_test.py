@@ -19,7 +19,7 @@ from learners import KEY, threads_that_join
 from toy import settings_of
 from toy_runs import events, run
 
-from adloco_jax.elastic import direct, direct_driver, objects, served, store
+from adloco_jax.elastic import child, direct, direct_driver, objects, served, store
 from adloco_jax.elastic.direct import Question, Remote, Ticket, read_ticket
 from adloco_jax.elastic.messages import DriverHeartbeat, LearnerRequests, Refused, RequestId
 from adloco_jax.elastic.signatures import Unneeded
@@ -460,11 +460,22 @@ def test_the_learner_of_a_driver_ends_with_it_however_that_ends():
     code = "import time; from adloco_jax.elastic.child import end_with_parent; end_with_parent();"
     code += "print('begun', flush=True); time.sleep(60)"
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    child = subprocess.Popen([sys.executable, "-c", code], **how)
-    assert child.stdout.readline() == "begun\n"
-    child.stdin.close()  # as the system does when the driver is killed
-    assert child.wait(10) == 0
-    child.stdout.close()
+    process = subprocess.Popen([sys.executable, "-c", code], **how)
+    assert process.stdout.readline() == "begun\n"
+    process.stdin.close()  # as the system does when the driver is killed
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
+def test_the_learner_of_a_driver_starts_beside_a_clone(monkeypatch, tmp_path):
+    other = tmp_path / "adloco_jax"  # python -m alone would take it for the package
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    command = [*child._COMMAND[:-1], "adloco_jax.host.versions"]
+    monkeypatch.setattr(child, "_COMMAND", command)
+    with child._start("") as process:
+        assert process.wait() == 0, process.stdout.read()
 
 
 @pytest.mark.slow

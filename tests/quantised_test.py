@@ -235,7 +235,7 @@ def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
     monkeypatch.setattr(child, "executed", [])  # other tests' configs may be gone
 
     def run_here(command, *, input, **how):
-        assert command[1:] == ["-m", "adloco_jax.cli.look"]
+        assert command[1:] == ["-P", "-m", "adloco_jax.cli.look"]
         monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(input.encode())))
         code = look.main()
         return subprocess.CompletedProcess(command, code, capsys.readouterr().out)

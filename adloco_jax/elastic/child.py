@@ -19,9 +19,10 @@ from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
 from adloco_jax.settings import Settings
 
-_COMMAND = [sys.executable, "-m", "adloco_jax.cli.child"]  # the learner
+# -P: a folder of this name in the working directory, such as a clone, is not the package.
+_COMMAND = [sys.executable, "-P", "-m", "adloco_jax.cli.child"]  # the learner
 # Prints, as JSON, the values of `model.base_dtype` and `model.remat` that fit the accelerator here.
-_LOOK = [sys.executable, "-m", "adloco_jax.cli.look"]
+_LOOK = [sys.executable, "-P", "-m", "adloco_jax.cli.look"]
 _SOON_S = 60.0  # a child that fails within this time would fail again
 _PAUSE_S = 5.0  # after a failure, before another child is started
 _LAST_S = 10.0  # for a child to see that the run is over, and to end
@@ -111,6 +112,7 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
     """
     process = subprocess.Popen(
         _COMMAND,
+        env=_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,6 +127,12 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
         process.stdin.write(first_line + "\n")
         process.stdin.flush()
     return process
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a child: it imports from the same folders as this process."""
+    # An empty entry stands for the working directory, which is left out as `-P` says.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def end_with_parent() -> None:
@@ -150,7 +158,10 @@ def as_own_learner_fits(settings: Settings) -> Settings:
     learner starts. Raises ResourceError if nothing fits, or that process fails.
     """
     asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
-    done = subprocess.run(_LOOK, input=json.dumps(asked) + "\n", stdout=subprocess.PIPE, text=True)
+    first_line = json.dumps(asked) + "\n"
+    done = subprocess.run(
+        _LOOK, env=_environment(), input=first_line, stdout=subprocess.PIPE, text=True
+    )
     lines = done.stdout.splitlines()
     last = lines[-1] if lines else ""  # JSON with the two values, or the error in words
     if done.returncode != 0:
