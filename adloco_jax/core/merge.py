@@ -290,9 +290,9 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 def divide_workers(workers: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
     """Return lists of workers, of the given sizes, for all trainers.
 
-    `workers[m]` are the positions of trainer m's present workers, in ascending order. A trainer
-    keeps its first ones. The rest, in ascending order, go to the trainers that have too few, one
-    trainer after another. A list is shorter than its size if there are not enough workers.
+    `workers[m]` are trainer m's present workers: positions or ids, all distinct. A trainer keeps
+    its first ones. The rest, in ascending order, go to the trainers that have too few, one trainer
+    after another. The lists ascend; one is shorter than its size if there are not enough workers.
     """
     kept: list[list[int]] = []
     free: list[int] = []

@@ -359,21 +359,22 @@ def _merge_and_reassign(
       weights: Each member's weight in the mean of parameters, in the order of `members`; only
         their ratios count.
       engine: Merges the arrays.
-      refused: Whether the representative keeps its batch and round length (`after_merge`).
+      refused: Whether the representative keeps its batch size and round length, because the merge
+        was refused; else it takes those of the member with the largest demand.
 
     Returns:
       The new state; the number of workers that now belong to another trainer than before; and the
       ledger lines of the trainers that were flushed because workers leave them.
     """
-    new_trainers = after_merge(state.control, members, refused=refused)
+    control_after = after_merge(state.control, members, refused=refused)
     old_trainers = []  # for each worker that moves, the trainer that the worker leaves
     for stream, trainer in state.control.trainer_of.items():
-        if new_trainers.trainer_of[stream] != trainer:
+        if control_after.trainer_of[stream] != trainer:
             old_trainers.append(trainer)
 
     # The flush adds its communication to `state.control`, so only the trainers are replaced there.
     state, flushed = engine.flush(state, sorted(set(old_trainers)))
-    control = dataclasses.replace(state.control, trainers=new_trainers.trainers)
+    control = dataclasses.replace(state.control, trainers=control_after.trainers)
     ensemble = engine.merge(state, members, weights, control)
     return State(ensemble, control), len(old_trainers), flushed
 
