@@ -75,8 +75,10 @@ def inner_product_test(
         `unbiased` gives NaN.
       vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
       num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
-      mode: Estimates of |G|^2 (see `norm_test`) and of the variance. `unbiased`: from independent
-        thirds of the examples. `paper`: the sample variance of <g_j, mean gradient>, biased low.
+      mode: Estimates of |G|^2 and of the variance of <g_j, G>. `unbiased`: |G|^2 unbiased, but at
+        least 1e-3 of the noise; the variance from independent thirds of the examples. `paper`: the
+        squared norm of the mean gradient on the trainer's own batch, which includes noise; the
+        sample variance of <g_j, mean gradient>, biased low.
       batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
 
     Returns:
@@ -115,7 +117,8 @@ def augmented_inner_product_test(
       vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
       nu: Allowed ratio of the orthogonal noise (root mean square) to |G|, > 0.
       num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
-      mode: Estimates of |G|^2 and of the variance, as in `inner_product_test`.
+      mode: Estimates of |G|^2 and of the variances, `unbiased` or biased as in the `paper`; those
+        of `inner_product_test`.
       batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
 
     Returns:

@@ -243,7 +243,10 @@ def without_state(params: PyTree) -> PyTree:
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
-    """Replace the floating-point leaves of `params` by those of `values` (see `trainable`)."""
+    """Replace the floating-point leaves of `params` by those of `values`, which has None elsewhere.
+
+    This is the inverse of `trainable`.
+    """
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 

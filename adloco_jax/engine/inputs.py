@@ -112,7 +112,8 @@ class Call(NamedTuple):
     update_T: np.ndarray | None  # True where an update ends; None: gradients are not accumulated
     # For a loss that takes `key`: trainer id, data stream, position of the call's first sequence.
     stream_R3: np.ndarray | None
-    position: tuple[np.ndarray, ...]  # one int32 [], a worker's position (`_positions`), or empty
+    # If a device's workers run in turn: which of them runs, from 0, as one int32 []; else empty.
+    position: tuple[np.ndarray, ...]
 
 
 class RoundInputs(NamedTuple):
@@ -171,7 +172,10 @@ def group_by_size(control: Control, trainers: Iterable[int], spec: ProgramSpec) 
 def _group(
     control: Control, trainers: Iterable[int], devices: tuple[int, int] | None = None
 ) -> Group:
-    """Make a group of trainers (ids), without a plan; `devices` is as in `Group`."""
+    """Make a group of trainers (ids), without a plan.
+
+    `devices` are the first device and the number of devices on which it runs; None: all.
+    """
     chosen = tuple(trainers)
     sizes = tuple(len(control.trainers[m].streams) for m in chosen)
     return Group(chosen, sizes, devices)

@@ -639,7 +639,7 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
     def advance_one(workers, rows_and_keys, rate_TR, update_T, position):
         """On each device, run the worker at `position`; R counts the workers of the device."""
         # Take the parameters and the inner state of that worker out of the stack, as one of one.
-        # The sum of gradients is already that of one worker (`begin_workers`).
+        # The sum of gradients is already that of one worker, as workers in turn share it.
         stack_R = (workers.params_R, workers.inner_state_R)
         params_1, state_1 = jax.tree.map(
             lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack_R

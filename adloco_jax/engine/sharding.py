@@ -171,8 +171,8 @@ class Placement:
         Args:
           shapes: Arrays or their shapes, [M, ...] or [R, ...]; a `Packed` counts as one leaf.
           lead: The mesh axis, or axes, that divide each leaf's first axis.
-          over: Mesh axes that divide one other axis of the leaf, as many of them as its length
-            allows, the first first (`_spread`).
+          over: Mesh axes that divide one other axis of the leaf: as many of them, from the first
+            on, as its length allows.
 
         Returns:
           A pytree of the structure of `shapes`; codes and scales of a `Packed` have one sharding.

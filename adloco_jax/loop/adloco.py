@@ -128,10 +128,13 @@ class Engine(Protocol):
     def merge(
         self, state: State, members: Sequence[int], weights: Sequence[float], after: Control
     ) -> Ensemble:
-        """Merge trainers (`core.merge`), and give each trainer the workers that it has `after`."""
+        """Merge trainers (`core.merge`), and give each trainer the workers that it has in `after`.
+
+        Members are ids, the representative's first; `weights` are in their order.
+        """
 
     def spawn(self, state: State, trainer: int, num_workers: int) -> Ensemble:
-        """Add new workers to a trainer (`core.spawn`), up to the number `num_workers`."""
+        """Add new workers to a trainer (its id), until it has `num_workers` (`core.spawn`)."""
 
 
 def adloco(

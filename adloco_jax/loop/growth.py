@@ -226,7 +226,7 @@ def _tested(
     Args:
       trainer: Its moving averages of statistics and its `measured_size` are updated in place.
       stats: The statistics of the trainer's workers, pooled: fields [].
-      request: The test (`_request`).
+      request: The test; it takes statistics, and returns a batch in sequences per worker.
       now: The trainer's present size.
       free_workers: Number of workers that may join the trainer.
       batching: Smoothing, and the limits of growth.
