@@ -125,8 +125,8 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
       sequence_length: L; for rows it may be None.
 
     Raises:
-      ConfigError: If the argument is no such array of integers, an id is beyond int32, L is below 1
-        or not the length of the rows, or a sequence comes without L.
+      ConfigError: If the array is not of integers in the range of int32, has neither one nor two
+        axes, L is below 1 or not the length of the rows, or a sequence comes without L.
     """
     array = np.asarray(given)
     have = f"{name}: {array.dtype} of shape {array.shape}, sequence_length={sequence_length}"

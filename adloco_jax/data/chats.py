@@ -126,7 +126,7 @@ def read(
     label = _as_bool(row.get("label"))
     only_last = False
     known = set(names)  # the columns that are read
-    if label is not None:  # a label that is no truth value is another column, which is not read
+    if label is not None:  # with other values the column is not read
         known.add("label")
 
     # Write the text, and find the spans of its answers. `unread` are names of fields of turns.
@@ -194,10 +194,10 @@ def read(
 
 
 def require_text(text: Any, where: str) -> str:
-    """Return `text`; raise DataError, which names the place `where`, if it is no Unicode text.
+    """Return `text`; raise DataError, which names the place `where`, if it is not Unicode text.
 
-    Half of a surrogate pair, which JSON may hold, is no such text. Nor is a text with NUL
-    characters, which a file may hold that was cut.
+    JSON may hold half of a surrogate pair, which is not. A text with NUL characters is refused,
+    too: it may be of a file that was cut.
     """
     need = "need Unicode text; leave it out"
     if not isinstance(text, str):
@@ -269,7 +269,7 @@ def _chat_of_row(
 
     Raises:
       DataError: If a turn is malformed or has an unknown role, an answer is empty, or another
-        column that is read has not the type that it needs.
+        column that is read has the wrong type.
     """
     beside = set()
     columns = list(columns)
@@ -370,7 +370,7 @@ def _checked_turns(
     """Return the turns of a column, with the names of roles and fields that templates know.
 
     `where` is the column, for messages, and `ends` are ends of text, which are removed after
-    answers. Raises DataError if `given` is no list or is empty, or a turn is malformed.
+    answers. Raises DataError if `given` is not a list or is empty, or a turn is malformed.
     """
     _require(isinstance(given, list) and given != [], where, given, "a list of turns")
     return [

@@ -189,7 +189,7 @@ class Corpus:
 
         A model stops to write at one of the ids `tokenizer.ends`. It learns to stop if answers end
         by one of them. A chat template may end answers by another token (`tokenizer.turn_end`), or
-        by no special token. Empty if there is nothing to remark, or rows are no chats.
+        by no special token. Empty if there is nothing to remark, or rows are not chats.
         """
         if not isinstance(self.rows, DocumentRows) or self.rows.answers is None:
             return ""

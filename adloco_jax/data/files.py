@@ -95,7 +95,7 @@ def trim_cache() -> None:
 
     This variable of the environment is in gigabytes, 100 by default. An entry is a file or folder
     in one of the cache's folders. Those that were used within a day stay, because a run may read
-    them. Raises ConfigError if the variable is no number.
+    them. Raises ConfigError if the variable is not a number.
     """
     gigabytes = os.environ.get("ADLOCO_CACHE_GB") or "100"
     if not re.fullmatch(r"\d+(\.\d+)?", gigabytes):
@@ -256,7 +256,7 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 
     `**` stands for any number of folders, also for none; at the end also for the file in them.
     `entered` is a set to which each pair of a folder and a pattern is added that is read. No pair
-    is read twice, so that a link to a parent folder does not lead round and round.
+    is read twice, so that a link to a parent folder does not lead in a circle.
     """
     visit = (folder.resolve(), tuple(pattern))
     if visit in entered:
@@ -459,7 +459,7 @@ def _copied(
     Raises:
       ConfigError: If no file matches a pattern of `one_of`, the address has a password or is of a
         kind that cannot be read, or access is refused.
-      DataError: If there is no file, or a copy has not the size that the server states.
+      DataError: If there is no file, or a copy does not have the size that the server states.
       hub.Unreachable: If the server does not answer.
     """
     remote_files: Any = find(address, key=key)  # each a `RemoteFile`, by its name

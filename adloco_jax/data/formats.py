@@ -53,8 +53,8 @@ def read_json(
 ) -> dict:
     """Read a JSON object of at most `max_bytes` (None: `MAX_JSON_BYTES`) from a file.
 
-    Raises `error`, called with one line of text, if the file is missing, too large, no JSON object,
-    or a symbolic link without `links`.
+    Raises `error`, called with one line of text, if the file is missing, too large, not a JSON
+    object, or a symbolic link without `links`.
     """
     limit = max_bytes or MAX_JSON_BYTES
     try:

@@ -137,7 +137,7 @@ def _has_all_shards(folder: Path) -> bool:
     """Return whether a folder has all files that an index of weights in it names.
 
     Older versions of the hub's library return a folder in which files are missing. Raises OSError
-    or ValueError if an index cannot be read, or is no JSON.
+    or ValueError if an index cannot be read, or is not JSON.
     """
     for index in folder.glob("*.index.json"):
         # A "weight_map" gives for the name of each weight the name of its file.
@@ -162,7 +162,7 @@ def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: s
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Raise DataError if a file in the hub's cache has not the hash that names its content.
+    """Raise DataError if a file in the hub's cache does not have the hash that names its content.
 
     The cache has a link to a file that is named by its hash. Other files are not checked.
     """

@@ -270,7 +270,7 @@ def _tokenise(job: Job, text: _TokenisedText, copy: Path, note: Callable[[str], 
     num_documents = 0
 
     def count() -> None:
-        """Count a document; where no terminal shows the bar, say the number now and then."""
+        """Count a document; where no terminal shows the bar, report the number occasionally."""
         nonlocal num_documents, next_note_s
         num_documents += 1
         passed_s = time.monotonic() - start_s
@@ -656,7 +656,7 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
     """Write both sides' rows of documents one after another, or of whole chats, into a folder.
 
     `masks` says which documents are on each side. The files that are written are `TRAIN`'s and
-    `HELDOUT`'s, without `answers` (which tokens count) if the documents are no chats.
+    `HELDOUT`'s, without `answers` (which tokens count) if the documents are not chats.
     """
     lengths_N = text.about["length"]
     # Create the files, whose arrays are memory-mapped, and choose the place of each document.

@@ -201,7 +201,7 @@ def _label(row: Record, text: str, data: DataSettings, num_classes: int) -> int:
 
     Raises DataError if the model has no such class, or there is no text.
     """
-    label = row.columns[data.label_column]  # a bool, which is an instance of int, is no class
+    label = row.columns[data.label_column]  # a bool, which is an instance of int, is not a class
     if not text or type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
             f"{row.where}: {data.label_column!r}: have {label!r:.40} for {text!r:.40}, need a"

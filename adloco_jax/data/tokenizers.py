@@ -66,7 +66,7 @@ class Tokenizer:
       suffix: Ids that it puts after a text.
       token_ids: Entries of config.json that name tokens, for an export.
       ends: Ids that end what the model writes: `eot_id` and those of the folder's generation
-        config. Of a classifier none.
+        config. A classifier has none.
       special: The texts that become tokens of their own wherever they stand.
       template: The text of the chat template; empty if there is none.
       render: `render(turns, prompts, tools=None, date="")` returns the text of a chat by the
@@ -197,8 +197,8 @@ def load_tokenizer(
         such repository; an address cannot be used, or a server refuses access; the tokenizer has no
         end-of-text token, or is slow (written in Python only).
       DataError: If the template's file cannot be read; a path does not exist or cannot be looked
-        at; there is no file at the address, or a copy has not the size or hash that the server
-        states; a file of the tokenizer is damaged or larger than 256 MiB.
+        at; there is no file at the address, or a copy does not have the size or hash that the
+        server states; a file of the tokenizer is damaged or larger than 256 MiB.
       ResourceError: If the hub or the address's server does not answer.
     """
     template_text = ""
@@ -289,9 +289,10 @@ def tokenizer_of(
 
 
 def _are_alike(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have as many ids, the same end of text, and agree on a sample.
+    """Return whether two tokenizers have the same number of ids, and the same ids for a sample.
 
-    The sample is a text with letters of several scripts, digits and white space.
+    The end of text must have the same id, too. The sample is a text with letters of several
+    scripts, digits and white space.
     """
     (ids,) = tokenizer.encode_batch([_SAMPLE])
     (other_ids,) = other.encode_batch([_SAMPLE])

@@ -221,8 +221,8 @@ def load(
         weights is a link that leads out of the folder.
       ResourceError: If the hub cannot be reached.
       DataError: If there is no such folder, the architecture is another, or tensors are missing,
-        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite. Of an
-        adapter, also if it is no plain LoRA, or its base has other weights than recorded.
+        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite. For an
+        adapter, also if it is not a plain LoRA, or its base has other weights than recorded.
     """
     with _local_folder(str(path_or_name), ["*.safetensors"], key=key, revision=revision) as folder:
         if (folder / _ADAPTER).exists():
@@ -373,8 +373,8 @@ def _load_adapter(
       ConfigError: If the hub has no such base, it has no safetensors, or a file of weights is a
         link that leads out of its folder.
       ResourceError: If the hub cannot be reached.
-      DataError: If the adapter is no plain LoRA, lacks tensors or has others, or a file is damaged;
-        if the base is missing, damaged or unsupported, or has other weights than recorded.
+      DataError: If the adapter is not a plain LoRA, lacks tensors or has others, or a file is
+        damaged; if the base is missing, damaged or unsupported, or has other weights than recorded.
     """
     content = _read_adapter_config(folder)
     stored = _list_file(folder / _ADAPTER_WEIGHTS)  # by name; the values are read below
@@ -412,7 +412,7 @@ def _load_adapter(
 def _read_config(path: Path) -> dict[str, Any]:
     """Read a JSON object of a checkpoint, also through a link, as the hub's cache has them.
 
-    Raises DataError if the file is missing, too large or no JSON object.
+    Raises DataError if the file is missing, too large or not a JSON object.
     """
     return read_json(path, DataError, max_bytes=_MAX_JSON_BYTES, links=True)
 
@@ -421,8 +421,8 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's `adapter_config.json`.
 
     Raises DataError, with one line for each faulty key, unless it describes a plain LoRA adapter of
-    a model that is no adapter itself; DataError, ConfigError or ResourceError if this model is not
-    found.
+    a model that is not itself an adapter; DataError, ConfigError or ResourceError if this model is
+    not found.
     """
     path = folder / _ADAPTER
     content = _read_config(path)
@@ -454,7 +454,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_adapter(name: str, revision: str | None) -> bool:
-    """Return whether a folder, address or name on the hub holds an adapter, no checkpoint.
+    """Return whether a folder, address or name on the hub holds an adapter instead of a checkpoint.
 
     Raises DataError, ConfigError or ResourceError if it is not found, or a server does not answer.
     """
@@ -528,15 +528,15 @@ def _target_modules(network: nn.Module) -> list[str]:
 def inspect(path_or_name: str | Path, *, revision: str | None = None) -> PretrainedModel:
     """Return the description of a checkpoint's model, without its parameters.
 
-    Of a local checkpoint, only weights that may be tied are read. Of an address or a repository on
-    the hub, only `config.json` is read. Of an adapter, the network has the adapter, and everything
-    else describes the base. The head may be missing, or one of another kind.
+    For a local checkpoint, only weights that may be tied are read. For an address or a repository
+    on the hub, only `config.json` is read. For an adapter, the network has the adapter, and
+    everything else describes the base. The head may be missing, or one of another kind.
 
     Raises:
       ConfigError: If the hub has no such repository, or a local file of weights is a link that
         leads out of the folder.
       ResourceError: If the hub cannot be reached.
-      DataError: If there is no such folder, the architecture is another, an adapter is no plain
+      DataError: If there is no such folder, the architecture is another, an adapter is not a plain
         LoRA, or tensors of a local checkpoint are missing, unexpected, stored twice, of a wrong
         shape or not of a float dtype.
     """
@@ -550,7 +550,7 @@ def inspect(path_or_name: str | Path, *, revision: str | None = None) -> Pretrai
         if not is_address(name) and not is_on_hub(name, key=key):
             model, _ = _check_checkpoint(folder, needs_head=False)
             return model
-        # Of an address or a repository, only config.json was copied.
+        # For an address or a repository, only config.json was copied.
         network, names, config = _read_network(folder)
 
     # If config.json lists no class, the class that is supported here is assumed. The weights then
@@ -739,7 +739,7 @@ def base_of(name: str, revision: str | None = None) -> dict[str, str | None]:
 
     They are `base_model_name_or_path` and `revision`. `name` is a folder, an address or a name on
     the hub, as for `load`. A folder becomes an absolute path, and `revision` the commit of a
-    repository on the hub. Of an adapter, the entries name its base. If the checkpoint cannot be
+    repository on the hub. For an adapter, the entries name its base. If the checkpoint cannot be
     read, they are the arguments.
     """
     key = "model.init_from"

@@ -462,7 +462,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         return lax.scan(add_example, jnp.zeros_like(weight), examples_B)
 
     def at_once(*examples_B):
-        """Return what `sequential` does, with all gradients in memory at one time."""
+        """Return what `sequential` does, with all gradients in memory at once."""
         grads_B, norms_B = jax.vmap(example_grad)(*examples_B)
         return jnp.sum(grads_B, axis=0), norms_B
 

@@ -631,7 +631,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
     Args:
       model: The model that computes the logits.
-      sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
+      sequences_per_chunk: Number of sequences whose logits exist at once, forward and backward;
         0 for all. A sequence of more than 2^27 logits counts as several, unless its gradient's norm
         is measured. Results depend on it only by rounding.
 
@@ -651,7 +651,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     def head_losses(
         variables: PyTree, hidden_BLD: Array, targets_BL: Array, tap: Tap | TiedTap
     ) -> Array:
-        """Return the cross-entropy of each token, [B, L]; all logits exist at one time.
+        """Return the cross-entropy of each token, [B, L]; all logits exist at once.
 
         `hidden_BLD` and `tap` are the arguments of the head, from `Llama.hidden`.
         """
@@ -721,7 +721,7 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     Returns `loss_fn(params, rows, tap_B=None, base=None)`, a float32 scalar. Rows are int32 tokens
     [B, L+1] or a `row_batch.RowBatch`; another shape, or L of 0, raises ValueError while tracing.
     `base` has the frozen weights of a model with an adapter. `sequences_per_chunk` is the number of
-    sequences whose logits exist at one time; 0: all.
+    sequences whose logits exist at once; 0: all.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 

@@ -159,7 +159,7 @@ def _pad_id(content: dict) -> int | None:
     """Return the id of padding, whose embedding PyTorch does not train; None if there is none.
 
     In config.json it is `pad_token_id`; a negative one counts from the end of the vocabulary.
-    Raises Unusable if it is no id of the vocabulary.
+    Raises Unusable if it is not an id of the vocabulary.
     """
     pad_id = content.get("pad_token_id")
     size = content["vocab_size"]
@@ -268,7 +268,7 @@ def _layer_kinds(content: dict, full: LayerKind, count: int) -> tuple[LayerKind,
 
     Raises:
       Unusable: If the lists in `content` do not describe so many layers, or a window or a rotary
-        base is no positive number.
+        base is not a positive number.
     """
     family = content["model_type"]
     if family == "llama":  # full attention in all layers
