@@ -117,8 +117,8 @@ def augmented_inner_product_test(
       vartheta: Allowed ratio of the standard deviation of <averaged gradient, G> to |G|^2, > 0.
       nu: Allowed ratio of the orthogonal noise (root mean square) to |G|, > 0.
       num_workers: Workers whose gradients are averaged; 1 in the paper's equation.
-      mode: Estimates of |G|^2 and of the variances, `unbiased` or biased as in the `paper`; those
-        of `inner_product_test`.
+      mode: Estimates of |G|^2 and of the variances: `unbiased` from independent thirds of the
+        examples, or the biased ones of the `paper`, with the mean gradient for G.
       batch_size: For `paper`: the present batch per worker. None: tested examples / num_workers.
 
     Returns:

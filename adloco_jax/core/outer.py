@@ -82,7 +82,7 @@ AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
 """Aggregators by name, for the option `outer.aggregator`. To use one of your own, add an entry."""
 
 
-def by_trainers(
+def aggregate_by_trainer(
     difference_R: PyTree,
     sizes: Sequence[int],
     *,
@@ -97,7 +97,7 @@ def by_trainers(
       sizes: Number of each trainer's workers [M]; they sum to R.
       weights_R: Relative weights of the workers, float32 [R]; None weighs them equally.
       usable_R: Whether a worker's difference is finite, bool [R]; the others are left out.
-      aggregate: Called for each trainer, with the shares that `core.types.shares` computes.
+      aggregate: Called for each trainer, with its workers' shares in the mean, which sum to 1.
 
     Returns:
       The pseudo-gradients, leaves [M, ...], and whether a trainer has a usable worker, bool [M].
@@ -373,8 +373,8 @@ def outer_update(
       NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: If `weights_R` has another shape, `precision` is unknown, `outer_tx` is refused or
-        is not the transformation that made the states, or the call is in `jax.shard_map`.
+      ValueError: If `weights_R` has another shape, `precision` is unknown, `outer_tx` is lookahead
+        or is not the transformation that made the states, or the call is in `jax.shard_map`.
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
       sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, where every worker runs the
@@ -518,12 +518,12 @@ def apply_differences(
 
     Raises:
       ValueError: If `weights_R` or `factor_R` has another shape, `precision` is unknown, `outer_tx`
-        is refused or is not the transformation that made the states, or the call is in
+        is lookahead or is not the transformation that made the states, or the call is in
         `jax.shard_map`.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
-    refuse_in_shard_map("outer_update")
+    refuse_in_shard_map("outer_update")  # there a device could not average over others
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     factor_R = checked_factors("factor_R", factor_R, (ensemble.num_workers,))
     transform = checked_update(
@@ -557,7 +557,7 @@ def apply_differences(
     usable_R = reduce_scatter(differences.usable_R)
 
     # The pseudo-gradients, and the outer optimizer's updates.
-    pseudo_grad_M, is_usable_M = by_trainers(
+    pseudo_grad_M, is_usable_M = aggregate_by_trainer(
         difference_R, sizes, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
     norm_M = norms(pseudo_grad_M)
