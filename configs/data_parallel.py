@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.outer.tx = "adamw"
     config.outer.learning_rate = config.inner.learning_rate
     config.inner.tx = "sgd"
-    config.inner.learning_rate = 1.0
+    config.inner.learning_rate = 1.0  # so a worker's difference is its gradient
     num_steps = config.inner.steps_per_round
     config.inner.steps_per_round = 1
     config.num_rounds *= num_steps

@@ -123,6 +123,8 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
     The array is the part of one trainer or worker, without the stack's first axis.
     """
     shape = shape or (1,)  # a scalar is an array of one entry
+    # The axis that may be sharded: one that 2, 4 or 8 devices divide evenly, if there is any; of
+    # several the longest.
     even_lengths = [dim for dim in shape if dim % _EVEN_SHARES == 0]
     length = max(even_lengths or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes

@@ -538,6 +538,7 @@ def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     [T, R], and the flags of updates [T] or None. It returns the workers, and losses and skipped
     updates [T, R]. With `sequential`, workers run one after another.
     """
+    # Whether several devices share the batch of a worker.
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, rows_and_keys, rate_TR, update_T):

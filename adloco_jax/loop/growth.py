@@ -251,7 +251,7 @@ def _tested(
         sums = {name: decay * old[name] + (1 - decay) * value for name, value in sums.items()}
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
-    value = float(request(smoothed))
+    requested = float(request(smoothed))  # sequences per worker, before limits
 
     # Without a positive signal the request is a guess: its growth is limited to a multiple of the
     # size at the last positive signal.
@@ -264,13 +264,13 @@ def _tested(
         blind_limit = max(batching.max_blind_growth * trainer.measured_size, now.total)
         is_held = blind_limit < limit
         limit = min(limit, blind_limit)
-    size = grown(now, value, batching, inner, limit=limit, free_workers=free_workers)
+    size = grown(now, requested, batching, inner, limit=limit, free_workers=free_workers)
 
-    if not math.isfinite(value):
+    if not math.isfinite(requested):
         reason = "degenerate"
     elif is_blind:
         reason = "held" if is_held and size == now else "no_signal"
-    elif size.total < now.num_workers * value:
+    elif size.total < now.num_workers * requested:
         reason = "capped"
     elif size == now:
         reason = "kept"
@@ -278,4 +278,4 @@ def _tested(
         reason = "grew"
     else:
         reason = "shrank"
-    return Decision(size, reason, noise, signal, value)
+    return Decision(size, reason, noise, signal, requested)
