@@ -61,7 +61,7 @@ class Answers(NamedTuple):
       ids: The ids of the whole text, int32 [N].
       offsets: The index of each token's first character and the one after its last, [N, 2].
       only_last: Whether the last answer alone counts, because the template writes earlier ones
-        otherwise once other turns follow.
+        differently once other turns follow.
       is_rejected: Whether nothing counts because the row's column `label` says false: then its
         answer is an example of a bad one, as in KTO's data.
       unread: Names of columns, and of fields of turns, that neither this module nor the template

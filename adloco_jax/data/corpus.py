@@ -47,7 +47,7 @@ _SOURCE_BY_ENDING = {
     "arrow": "hf",
 }
 _ANY_COMMIT = "any"  # stands for a commit in requests that are compared without their commits
-# So many rows of chats are looked at to see how answers end.
+# Number of rows of chats that are looked at to see how answers end.
 _NUM_SAMPLE_ROWS = 64
 
 
@@ -462,9 +462,9 @@ def source_of(path: str) -> str:
 def column_of_texts(data: DataSettings) -> str:
     """Return the `data.text_column` that fits the columns of a text's first row.
 
-    It is the first of `CHATS`, the usual names of columns of chats, whose columns are there; else
-    "text". It is "text" also if no row can be read. If the hub does not answer, it is the column
-    from which rows of this data set were made last.
+    It is the first of the usual names for chats (`CHATS`) whose columns are there, else "text". It
+    is "text" also if no row can be read. If the hub does not answer, it is the column from which
+    rows of this data set were made last.
     """
     source = DATA_SOURCES.get(data.source)
     if source is None or "text_column" not in source.needs:

@@ -196,7 +196,7 @@ def find(path: str, *, key: str) -> dict[str, File]:
 
 
 def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the files of a path by name, maybe none, and whether the path is a folder.
+    """Return the files of a path by name, if there are any, and whether the path is a folder.
 
     A name is the path relative to the folder, or to the part of a glob before its first wildcard.
     Raises DataError if the system cannot look there, or a link leads nowhere.
@@ -244,7 +244,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern and pattern[0] == "**":
         is_folder_read = len(names) > 1 and _is_read(names[0], "*")
         if is_folder_read and _matches(names[1:], pattern):
-            return True  # `**` stands for this folder, and maybe more
+            return True  # `**` stands for this folder, and may stand for more
         return _matches(names, pattern[1:] or ["*"])  # for no folder; at the end for any file
     if not names or not pattern:
         return not names and not pattern
@@ -283,7 +283,7 @@ def _expand(folder: Path, pattern: Sequence[str], entered: set) -> Iterator[Path
 
 
 def _find_remote(address: str, key: str) -> tuple[dict[str, File], bool]:
-    """Return the files of an address by name, maybe none, and whether it is that of a folder.
+    """Return the files of an address by name, if there are any, and whether it is a folder's.
 
     A name is the path relative to the folder, or to the part of a glob before its first wildcard.
 

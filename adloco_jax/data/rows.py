@@ -391,8 +391,7 @@ def _is_enough(job: Job, text: _TokenisedText, side: int) -> bool:
     if side == _HELDOUT:
         return True  # all of it is held out
 
-    # So many tokens may be too few, because some documents are held out, and copies of these are
-    # left out.
+    # These tokens may still be too few: some documents are held out, and copies of these left out.
     about = text.about
     masks = _split(job, about)
     train = about["length"][masks.train].sum()

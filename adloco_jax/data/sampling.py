@@ -239,11 +239,11 @@ class HeldOut:
 
     Attributes:
       guard_rows: Rows by which merges are judged and the final model is chosen, [E, L + 1] as a
-        model reads them; maybe none.
+        model reads them; there may be none.
       report_rows: Rows on which the reported losses are measured, in the same form.
       batch_size: Number of rows in a call of the evaluation program.
       guard_E: Positions of the guard rows among all held-out rows, ascending int64 [E].
-      report_E: Positions of the reported rows, likewise.
+      report_E: Positions of the reported rows, ascending int64 [E].
     """
 
     guard_rows: np.ndarray | RowBatch

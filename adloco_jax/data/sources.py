@@ -307,7 +307,7 @@ def text_documents(file: Path, data: DataSettings) -> Iterator[str]:
 
 
 def jsonl_documents(file: Path, data: DataSettings) -> Iterator[Record | DataError]:
-    """Yield a record for each line of a `.json` or `.jsonl` file, perhaps `.gz`; skip blank lines.
+    """Yield a record for each line of a `.json` or `.jsonl` file, plain or `.gz`; skip blank lines.
 
     Lines are JSON objects of at most `MAX_LINE_BYTES`. For another line a DataError is yielded.
     Raises DataError if the file is damaged or empty, or a line is too long.
@@ -471,7 +471,7 @@ def _columns_to_read(
 
 
 def read_text(file: Path) -> str:
-    """Read UTF-8 text, perhaps from `.gz`, without a byte-order mark.
+    """Read UTF-8 text, also from a `.gz` file, without a byte-order mark.
 
     Raises:
       DataError: If the file is unreadable or not UTF-8, or has NUL characters.

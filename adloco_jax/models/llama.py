@@ -316,7 +316,11 @@ class _Block(nn.Module):
 
 
 class _LayerArguments(NamedTuple):
-    """The arguments of a layer besides the activations, for one kind of layers (`_Attention`)."""
+    """The arguments of a layer besides the activations, for one kind of layers.
+
+    They are the tables by which queries and keys are rotated, the tap, and the positions that each
+    position sees (`_Attention`).
+    """
 
     cos_LK: Array
     sin_LK: Array
@@ -670,7 +674,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         # A tap measures the gradient of a whole sequence, which must then stay in one part.
         is_divided = chunk > 0 and tap is None
         parts = _num_parts(length, model.vocab_size) if is_divided else 1
-        # From here on a row is a sequence, or a part of one.
+        # From here on a row is a sequence, or a part of one. The arrays of a tap have rows, too.
         head_inputs = (_in_parts(hidden_BLD, parts), _in_parts(targets_BL, parts), tap)
         num_rows = parts * len(targets_BL)
         if chunk == 0 or chunk >= num_rows:
