@@ -368,7 +368,7 @@ def _multiply(
         def multiply_pass(_, index_C, valid_C, batch_C, products_3B):
             """Add the products of one pass; the body of `scan_passes`."""
             products_EC = method.products(loss_of, params, batch_C, directions_E)
-            products_EC = products_EC.astype(jnp.float32) / rms
+            products_EC = products_EC.astype(jnp.float32) / rms  # as the means were divided
             products_EC = jnp.where(valid_C[None], products_EC, 0.0)
             return products_3B.at[rows, index_C].add(products_EC)
 

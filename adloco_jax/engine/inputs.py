@@ -86,7 +86,10 @@ class Group(NamedTuple):
         return ProgramKey(kind, self.sizes, devices=self.devices, accumulates=accumulates)
 
     def steps_key(self) -> ProgramKey:
-        """Make the key of the group's inner steps, which depend on the workers only."""
+        """Make the key of the group's inner steps.
+
+        They do not depend on whose the workers are, so the key has only the sum of `sizes`.
+        """
         return ProgramKey(
             kind="steps",
             sizes=(sum(self.sizes),),

@@ -154,7 +154,8 @@ def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
     calls of a turn follow one another. `parts` has the result of each call, [T of the call, workers
     of the turn].
     """
-    num_turns = sum(group.sizes) // parts[0].shape[1]
+    workers_per_turn = parts[0].shape[1]
+    num_turns = sum(group.sizes) // workers_per_turn
     calls_per_turn = len(parts) // num_turns
     turns = []
     for first in range(0, len(parts), calls_per_turn):

@@ -385,7 +385,7 @@ def _placed(leaf: Any, to: NamedSharding | None) -> Any:
         return jax.device_put(leaf, to)
     if isinstance(leaf, jax.Array):  # its parts may be in other processes
         return None
-    on_host = np.asarray(leaf)
+    on_host = np.asarray(leaf)  # of which each process sends the parts of its own devices
     return jax.make_array_from_callback(on_host.shape, to, lambda slices: on_host[slices])
 
 
