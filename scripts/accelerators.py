@@ -33,7 +33,7 @@ from adloco_jax.engine.programs import lower  # noqa: E402
 from adloco_jax.engine.sharding import bytes_here, num_sequential, placement, workers_spec  # noqa: E402
 from adloco_jax.engine.spec import ProgramKey, ProgramSpec  # noqa: E402
 from adloco_jax.errors import UserError  # noqa: E402
-from adloco_jax.run.before.estimate import described, device_plan  # noqa: E402
+from adloco_jax.run.before.estimate import device_plan, machine_named  # noqa: E402
 from probes.hlo import collectives  # noqa: E402
 
 TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
@@ -131,7 +131,7 @@ def short() -> list[str]:
     changes = ADAMW | {"model.num_layers": 2, "model.remat": False}
     settings = validate(configured("growing_pool", changes))
     for device in ("h100x1", "h100x2"):
-        machine = described(device)
+        machine = machine_named(device)
         for mode in (Mode(False, False), Mode(True, False)):
             spec = spec_of(settings, machine, mode)
             fused = spec.attention == "cudnn"
@@ -168,7 +168,7 @@ def row(title: str, name: str, changes: dict[str, Any], device: str) -> dict:
     config = configured(name, changes)
     settings = validate(config)
     _, record = device_plan(config, device)
-    kernel = spec_of(settings, described(device)).attention
+    kernel = spec_of(settings, machine_named(device)).attention
     return {"config": title, "device": device, "attention": kernel} | record
 
 

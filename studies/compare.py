@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.kept.folder import InUse, finished
+from adloco_jax.run.kept.folder import InUse, faults_if_finished
 from adloco_jax.settings import OPTIONS
 from adloco_jax.study.curves import heldout_points
 from adloco_jax.training import train
@@ -90,7 +90,7 @@ def execute(runs: Iterable[Trial], *, on_end: Callable[[Trial], None], command: 
     for run in runs:
         try:
             settings = completed(validate(run.config), run.workdir)
-            if finished(run.workdir, settings) is None:
+            if faults_if_finished(run.workdir, settings) is None:
                 run.workdir.mkdir(parents=True, exist_ok=True)
                 path = run.workdir / "output.txt"
                 with (

@@ -16,7 +16,7 @@ from adloco_jax.engine.spec import TAKEN, Machine, here
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run.before import estimate as plan_module
-from adloco_jax.run.before.estimate import described, device_plan, kinds
+from adloco_jax.run.before.estimate import device_plan, kinds, machine_named
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -34,7 +34,7 @@ def tiny_config(**ensemble):
 def of_bytes(monkeypatch, device_bytes):
     """Replaces every described device by one of this machine, with this memory."""
     machine = Machine(here().devices, device_bytes)
-    monkeypatch.setattr(plan_module, "described", lambda name: machine)
+    monkeypatch.setattr(plan_module, "machine_named", lambda name: machine)
 
 
 def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
@@ -73,7 +73,7 @@ def test_the_compiler_plans_for_what_jax_takes_of_a_described_and_a_real_gpu(mon
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", topology)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    machine = described("h100")
+    machine = machine_named("h100")
     stated = int(re.search(r"device_memory_size: (\d+)", texts[0])[1])
     taken = 0.95 * machine.device_bytes  # by the commands
     assert 0.8 * stated == pytest.approx(taken, rel=1e-9)  # of it XLA plans with four fifths
@@ -116,7 +116,7 @@ def test_device_alone_lists_the_kinds_and_others_are_refused_with_them(capsys, m
     assert main(words) == 2 and "--device t4" in capsys.readouterr().err
     for name in ("h100x9", "h100x0", "v5ex2", "v5p", "t4", "x8", "h100x"):
         with pytest.raises(ConfigError, match="no such kind and number of chips") as error:
-            described(name)
+            machine_named(name)
         assert all(line in str(error.value) for line in kinds())
 
 
@@ -125,7 +125,7 @@ def test_the_extra_that_is_missing_is_named_in_a_line(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["plan", "quickstart", "--device", "h100x2"]) == 2
     with pytest.raises(ConfigError, match=r"install 'adloco_jax\[plan\]'"):
-        described("h100x2")
+        machine_named("h100x2")
     assert capsys.readouterr().out == ""
 
 

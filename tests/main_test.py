@@ -422,7 +422,8 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
-    assert run_folder.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
+    faults = run_folder.faults_if_finished(run, configured(*TINY[1:]))
+    assert faults == [f"{run}/checkpoints: gone, or empty"]
 
 
 def test_a_finished_run_says_how_to_train_on_until_all_rows_are_read(run, capsys):
@@ -430,7 +431,7 @@ def test_a_finished_run_says_how_to_train_on_until_all_rows_are_read(run, capsys
     command = capsys.readouterr().out.splitlines()[-1].partition("was read once: adloco ")[2]
     _, settings = configure(parse(shlex.split(command)))
     assert (settings.num_rounds, settings.num_tokens) == (None, 200 * 64)  # rows of 64 tokens
-    assert run_folder.finished(run, completed(settings, run)) is None
+    assert run_folder.faults_if_finished(run, completed(settings, run)) is None
 
 
 def test_flags_let_a_run_resume_with_changes(run, capsys, monkeypatch):

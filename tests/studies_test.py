@@ -146,7 +146,7 @@ def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, 
     def finished(workdir, settings):
         return [] if (workdir / "ledger.jsonl").exists() else None
 
-    monkeypatch.setattr(compare, "finished", finished)
+    monkeypatch.setattr(compare, "faults_if_finished", finished)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(compare, "train", train)
         patch.setattr(results, "append", mock.Mock(side_effect=KeyboardInterrupt))

@@ -95,14 +95,14 @@ def train(options: argparse.Namespace, command: str) -> None:
     # Imported only here, so that an error in the config is reported before JAX is imported.
     from adloco_jax import training
     from adloco_jax.host import processes
-    from adloco_jax.run.kept.folder import earlier, finished, how_to_resume
+    from adloco_jax.run.kept.folder import faults_if_finished, how_to_resume, runs_of_command
     from adloco_jax.study import report
 
     folder = options.workdir
     if folder is None:
         folder = f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
         # Runs of the same command, the newest of each kind, or None.
-        unfinished, complete = earlier(runs_in("runs"), command)
+        unfinished, complete = runs_of_command(runs_in("runs"), command)
         if unfinished:
             how = how_to_resume(unfinished)
             print(f"{unfinished}: an unfinished run of this command; to resume it: {how}")
@@ -117,7 +117,7 @@ def train(options: argparse.Namespace, command: str) -> None:
     # Lines on damaged checkpoints of a finished run; None if the run is not finished. All processes
     # go by what process 0 has found.
     damage = processes.run_on_all(
-        lambda: finished(folder, settings, accept_config_change=accept_config_change)
+        lambda: faults_if_finished(folder, settings, accept_config_change=accept_config_change)
     )
     damage = processes.broadcast(damage)
     if damage is None:

@@ -407,7 +407,7 @@ def last_checkpoint(run: Run, attempt: Attempt) -> str:
     """
     with contextlib.suppress(CheckpointError, ResourceError):
         attempt.checkpoints.saver.wait()
-    return checkpoint.last(run.workdir / "checkpoints")
+    return checkpoint.describe_newest(run.workdir / "checkpoints")
 
 
 def require_equal_processes(run: Run) -> None:

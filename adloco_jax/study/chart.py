@@ -189,7 +189,7 @@ def points(
     return curves
 
 
-def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+def step_curve(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return x and y of a curve that is constant from n - 1 to n for round n.
 
     It has a gap where rounds are missing. `rounds` ascend, with a value for each.
@@ -265,7 +265,7 @@ def chart(
         if curve.label and end is not None:
             ends[index] = end
     gap = min(label_px, height / max(1, len(ends) - 1))  # less if all would not fit the height
-    rows_px = apart([from_top * height for _, from_top in ends.values()], gap, height)
+    rows_px = spread_apart([from_top * height for _, from_top in ends.values()], gap, height)
     for (index, end), row_px in zip(ends.items(), rows_px, strict=True):
         drawn[index] += _label(curves[index], end, row_px / height)
 
@@ -309,7 +309,7 @@ def frame(
     return Panel(title, inside, height, x.label, y_label, classes)
 
 
-def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
+def spread_apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
     """Move positions so that neighbours are at least `gap` apart, and keep their order.
 
     The moved positions lie between 0 and `high`, as far as there is room for all. They are returned

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from adloco_jax.errors import counted
 from adloco_jax.study import chart, curves, loss
-from adloco_jax.study.chart import Axis, Curve, escaped, steps
+from adloco_jax.study.chart import Axis, Curve, escaped, step_curve
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
 
@@ -221,7 +221,7 @@ def rounds(run: RunRecord) -> str:
                         value = math.nan  # drawn as a gap
                     values.append(value)
                 # The curve is level within a round.
-                x, y = steps([e["round"] for e in events], values)
+                x, y = step_curve([e["round"] for e in events], values)
                 color, trainer_label = looks[trainer]
                 if dashes:
                     trainer_label = ""  # the curve of the panel's first field has it

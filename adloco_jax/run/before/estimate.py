@@ -135,7 +135,7 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     """
     start_s = time.perf_counter()
     settings = validate(config)
-    machine = described(device)
+    machine = machine_named(device)
     try:
         settings = completed(settings)
     except UserError:  # the checkpoint, or the text, cannot be read here
@@ -408,7 +408,7 @@ def _num_multiplied(params: PyTree) -> int:
     return num_values(params)
 
 
-def described(name: str) -> Machine:
+def machine_named(name: str) -> Machine:
     """Make devices that a name describes, such as `h100x8` (eight chips) or `h100`, to compile for.
 
     JAX_PLATFORMS must have been `cpu` when JAX was imported. Raises ConfigError if there is no such

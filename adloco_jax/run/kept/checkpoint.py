@@ -250,7 +250,7 @@ def list_rounds(folder: Path) -> list[int]:
     return sorted(rounds, reverse=True)
 
 
-def last(folder: Path) -> str:
+def describe_newest(folder: Path) -> str:
     """Name the newest checkpoint in a folder, or say that there is none, for a message."""
     rounds = list_rounds(folder)
     if not rounds:

@@ -27,7 +27,7 @@ from adloco_jax.errors import TOO_MANY_FILES, CheckpointError, ConfigError, Data
 from adloco_jax.host import processes
 from adloco_jax.run.kept import checkpoint
 from adloco_jax.run.kept.checkpoint import Damaged
-from adloco_jax.run.kept.ledger import finish, read
+from adloco_jax.run.kept.ledger import finished_line, read
 from adloco_jax.settings import (
     ENTRIES,
     OPTIONS,
@@ -233,7 +233,7 @@ def _resumable_record(workdir: Path) -> Recorded:
 # --- What has changed, and how the run goes on -------------------------------------------------
 
 
-def finished(
+def faults_if_finished(
     workdir: str | Path, settings: Settings, *, accept_config_change: bool = False
 ) -> list[str] | None:
     """Return lines on what is wrong with a finished run's newest checkpoint, or on its absence.
@@ -251,7 +251,7 @@ def finished(
     checkpoints = folder / "checkpoints"
     if before is None or not ledger.exists():
         return None
-    end = finish(read(ledger))  # the line with which a run says that it is finished
+    end = finished_line(read(ledger))
     if end is None or not (folder / "export").exists():
         return None
     settings = settings.with_rows(before.config.num_rows)  # from which epochs become tokens
@@ -316,7 +316,7 @@ def how_to_resume(workdir: Path, *, by_fit: bool = False) -> str:
     return command
 
 
-def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
+def runs_of_command(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | None]:
     """Return the first unfinished and the first finished of some runs that a command began.
 
     `runs` are folders, and `command` a command line, as the ledger records it. Either is None if
@@ -331,7 +331,7 @@ def earlier(runs: Iterable[Path], command: str) -> tuple[Path | None, Path | Non
             events = read(run / "ledger.jsonl")
             if not events or events[0].get("command") != command:
                 continue
-            if finish(events) is not None:
+            if finished_line(events) is not None:
                 complete = complete or run
             elif unfinished is None:
                 with FileLock(run / ".lock", timeout=0):  # raises Timeout if the run is under way

@@ -112,7 +112,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
     return events
 
 
-def finish(events: Iterable[dict]) -> dict | None:
+def finished_line(events: Iterable[dict]) -> dict | None:
     """Return the `end` line of a finished run, from all lines of its ledger.
 
     None if the run is unfinished, was stopped or diverged, or was started again after its end.

@@ -28,7 +28,7 @@ from adloco_jax.loop.adloco import Control, State, start
 from adloco_jax.run.before.assemble import Run
 from adloco_jax.run.kept import checkpoint
 from adloco_jax.run.kept.checkpoint import Damaged
-from adloco_jax.run.kept.ledger import finish, read
+from adloco_jax.run.kept.ledger import finished_line, read
 from adloco_jax.settings import EnsembleSettings
 
 
@@ -208,7 +208,7 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
             " copy, or name another folder"
         )
     if content is None or run.accept_data_change:
-        return content, damage, finish(events)
+        return content, damage, finished_line(events)
     data = content.host.data
     if data.fingerprint != run.corpus.fingerprint:
         changes = shard_changes(data.shards, list(run.corpus.shards))  # a line on each file
@@ -217,7 +217,7 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
             " resume with these: accept_data_change=True (--accept-data-change)"
         )
         raise DataError("\n".join([*changes, advice]))
-    return content, damage, finish(events)
+    return content, damage, finished_line(events)
 
 
 def host_record(run: Run, recorded: dict, state: State) -> dict:

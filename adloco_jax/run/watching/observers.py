@@ -400,7 +400,8 @@ class Checkpoints:
         when = f"after round {index}"
         if within:
             when = f"within round {index + 1}"
-        raise Preempted(f"{folder.parent}: stopped by a signal {when}; {checkpoint.last(folder)}")
+        saved = checkpoint.describe_newest(folder)
+        raise Preempted(f"{folder.parent}: stopped by a signal {when}; {saved}")
 
     def _is_time(self) -> bool:
         """Whether this is process 0, and a save is due by the clock (`checkpoint.every_s`).
