@@ -223,7 +223,10 @@ def without_end(text: str, ends: Collection[str]) -> str:
 
 
 def num_bytes(text: str, contents: Iterable[Span], limit: int) -> int:
-    """Return the UTF-8 bytes of the parts of a text that lie before the character `limit`."""
+    """Return the number of UTF-8 bytes in those parts of a text before the character `limit`.
+
+    `contents` are the parts, of which one may go beyond the limit.
+    """
     return sum(len(text[start : min(end, limit)].encode()) for start, end in contents)
 
 

@@ -129,7 +129,7 @@ def _cache_entry(path: Path) -> _CacheEntry:
 
 
 def is_address(path: str) -> bool:
-    """Return whether a value of the config is an address, no path and no name on the hub."""
+    """Return whether a value of the config is an address, not a path or a name on the hub."""
     return "://" in path
 
 

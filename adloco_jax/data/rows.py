@@ -659,10 +659,10 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
     """
     lengths_N = text.about["length"]
     # Create the files, whose arrays are memory-mapped, and choose the place of each document.
-    train = _laid_out(
+    train = _lay_out(
         job, lengths_N, masks.train, folder=folder, files=TRAIN, limit=job.data.num_sequences
     )
-    heldout = _laid_out(
+    heldout = _lay_out(
         job, lengths_N, masks.heldout, folder=folder, files=HELDOUT, limit=job.heldout_limit
     )
     # Write the tokens of some documents at a time to their places.
@@ -680,7 +680,7 @@ def _write_packed(job: Job, text: _TokenisedText, folder: Path, masks: _Masks) -
                 side.counts.reshape(-1)[index[fits]] = tokens["counts"][fits]
 
 
-def _laid_out(
+def _lay_out(
     job: Job,
     lengths_N: np.ndarray,
     mask_N: np.ndarray,

@@ -392,7 +392,7 @@ def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
 
 @swiglu.defjvp
 def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """Return the product and its tangent."""
+    """Return the product of SwiGLU and its tangent; `primals` are gate and up."""
     gate, up = primals
     dgate, dup = tangents
     sigmoid = jax.nn.sigmoid(gate)

@@ -20,7 +20,7 @@ from adloco_jax.models.llama import LayerKind, Llama, RopeScaling
 
 
 class Unusable(ValueError):
-    """Error: a value of config.json describes no model that is supported.
+    """Error: a value of config.json describes a model that is not supported.
 
     `have` is the value of `key`, of which the message shows 80 characters, and `need` says which
     values are supported.
