@@ -280,10 +280,13 @@ class ElasticEngine:
 
         Enough is one round, or those of all trainers if they must stay together. Returns the rounds
         that have ended, by trainer id, in the order of `control.trainers`; they are no more in
-        `self.rounds`. After a signal no round is started; `LAST_S` seconds later Stopped is raised
-        if too few have ended. Other errors are those of `round`.
+        `self.rounds`.
+
+        After a signal no round is started; `LAST_S` seconds later Stopped is raised if too few have
+        ended. Raises ResourceError if a round cannot begin, a trainer's rounds keep failing, or no
+        learner is left; when the learners are first started, also ConfigError and Preempted.
         """
-        if self._fault is not None:
+        if self._fault is not None:  # the next rounds could not begin when the last ones ended
             raise self._fault
         control = state.control
         self.control_before = control
@@ -296,7 +299,7 @@ class ElasticEngine:
         num_needed = 1  # rounds that must end before this returns
         if self._keeps_together():
             num_needed = len(control.trainers)
-        self._tell_s = time.monotonic()  # at once, if there is no learner
+        self._tell_s = time.monotonic()  # what is missing is said at once if there is no learner
         if self.pool.num_present:
             self._tell_s += TELL_S
         while True:

@@ -93,10 +93,9 @@ class LearnerPool:
         self._connection = contextlib.ExitStack()  # has entered the transport, to close it
         self._looked_s = time.monotonic()  # when the driver last looked for responses
         self._ended_up_s = 0.0  # how long processes that have ended were up, all together
-        # Two counts, which the engine sets back when it writes them to the ledger. Seconds between
-        # a learner's last report of what it did and its loss, and bytes sent and received.
-        self.lost_s = 0.0
-        self.wire_bytes = 0
+        # Two counts, which the engine sets back when it writes them to the ledger.
+        self.lost_s = 0.0  # seconds between a learner's last report of what it did and its loss
+        self.wire_bytes = 0  # sent and received
         self._has_started = False  # whether the run has begun with enough learners
 
     def start_all(self, num_workers: int) -> None:

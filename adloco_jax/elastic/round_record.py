@@ -157,7 +157,8 @@ class RoundRecord:
         Returns:
           The `norm`; losses `(S, R)`, NaN where a worker made no update or its response does not
           count; and `(S, R)` whether an update was skipped, true for all updates of a response that
-          is not finite. A worker that made fewer than S updates has the last rows.
+          is not finite. A worker that made fewer than S updates has the last rows, so that the last
+          row has all workers.
         """
         shape = (self.plan.num_updates, len(worker_ids))
         loss_SR = np.full(shape, np.nan)

@@ -303,9 +303,10 @@ class Server:
             await asyncio.sleep(direct.LOOK_S)
 
     async def _answer_all(self, connection: Any, peer: str) -> None:
-        """Answer the request of each stream of a connection, at the same time, until it is closed.
+        """Answer the requests of a learner, each in a stream, until its connection is closed.
 
-        If a learner opens too many streams, its connection is closed here.
+        Several are answered at the same time. If a learner opens too many streams, its connection
+        is closed here.
         """
         num_open = 0  # streams whose answer has not ended
 

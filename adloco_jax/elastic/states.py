@@ -206,7 +206,7 @@ class InnerStates:
             _, worker_id, _ = key
             if worker_id in targets and self._holders.get(worker_id) is not targets[worker_id]:
                 keys.append(key)
-        self._fetch(keys)
+        self._fetch(keys)  # to `_received`
         for (_, worker_id, _), state in self._received.items():
             self._here[worker_id] = state
 
