@@ -47,8 +47,8 @@ def own_learner(
     later, another is started.
 
     Args:
-      setup: What learners are made from. Only two parts are used: the settings, and whether the
-        model was given to `fit` (`by_fit`). Then no learner is started, as it cannot be sent that.
+      setup: What learners are made from: its settings, and whether the model was given to `fit`
+        (`by_fit`). A child cannot be sent such a model, so then no learner is started.
       address: The run's: a bucket's, or a ticket.
       is_over: Called at the end of the `with` block: whether the run is over. Then the learner has
         some seconds to leave by itself; otherwise it is ended at once.
@@ -88,7 +88,7 @@ def own_learner(
     finally:
         ended.set()
         until_s = time.monotonic()
-        if is_over():
+        if is_over():  # then the child leaves by itself
             until_s += _LAST_S
         while child.poll() is None and time.monotonic() < until_s:
             time.sleep(_CHECK_S)
