@@ -77,6 +77,12 @@ def test_a_cache_that_is_full_is_named_with_what_helps(monkeypatch, served, tmp_
         found.read()
 
 
+def test_a_cache_that_cannot_be_made_is_named(served, tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(ResourceError, match=r"cache/here/model\.safetensors: cannot be written"):
+        cached(served, tmp_path / "cache/here")
+
+
 @pytest.mark.parametrize("damaged", ["hashes", "1"])
 def test_a_piece_that_is_not_what_the_description_says_is_refused(
     monkeypatch, served, tmp_path, damaged
@@ -96,6 +102,29 @@ def test_a_bucket_gets_the_pieces_once(served, tmp_path, capsys):
     found = files.CachedFile(opened(tmp_path / "bucket"), about, tmp_path / "cache")
     found.read()
     assert found.path.read_bytes() == path.read_bytes()
+
+
+def test_pieces_in_a_bucket_that_another_run_has_signed_are_written_anew(served, tmp_path):
+    path, _, about = served
+    library = files.Library({("weights", path.name): path})
+    library.write_to(opened(tmp_path / "bucket", run="before"))
+    there = opened(tmp_path / "bucket", run="now")
+    library.write_to(there)
+    files.CachedFile(there, about, tmp_path / "cache").read()
+
+
+def test_a_row_of_several_pieces_comes_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "driver"))
+    monkeypatch.setattr(files, "FILE_PIECE_BYTES", 128)  # room for the array's header
+    path = write_documents(tmp_path, numbered_documents(2000))
+    settings = data_settings(path=str(path), source="jsonl", sequence_length=255)
+    corpus = load_corpus(settings, note=lambda line: None)
+    library, there = files.Library(files.files_of(corpus, "")), RunObjects(tmp_path)
+    there.offer(library)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "learner"))
+    keeper = store.Store(there, Unneeded())
+    rows = files.ServedRows(keeper, library.files, settings, num_classes=None)
+    np.testing.assert_array_equal(rows.batch(0, 0, 5, 2), corpus.batch(0, 0, 5, 2))
 
 
 @pytest.mark.parametrize("kind", ["packed", "documents", "chats"])

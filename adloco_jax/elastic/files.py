@@ -117,12 +117,15 @@ class Library:
         """Write the pieces of each file, and then its hashes, unless the store has them already.
 
         Raises ResourceError if the store cannot be reached, ConfigError if it may not be read or
-        written, and Refused if the hashes there are damaged.
+        written.
         """
         for file in self.files:
             hashes_name = f"files/{file.root}/{_HASHES}"
             # The hashes are written last: if they are there, so are the pieces.
-            if there.get(hashes_name, limit=_HASH_BYTES * _num_pieces(file)) is not None:
+            hashes = None
+            with contextlib.suppress(Refused):  # damaged, or of another run: written anew
+                hashes = there.get(hashes_name, limit=_HASH_BYTES * _num_pieces(file))
+            if hashes is not None:
                 continue
             say(f"{there.url}: writing {file.name}, {in_bytes(file.size)}, for learners")
             names = [f"files/{file.root}/{number}" for number in range(_num_pieces(file))]
@@ -165,7 +168,7 @@ class CachedFile:
         """Read the hashes of a file's pieces, and check the pieces that are in the cache already.
 
         Raises Refused if the hashes are missing, or are not those that the run's description names;
-        ResourceError if the driver cannot be reached; OSError if the cache cannot be written.
+        ResourceError if the driver cannot be reached, or the cache cannot be written.
 
         Args:
           there: The store in which the driver serves the file.
@@ -184,12 +187,13 @@ class CachedFile:
         ]
 
         self._kept = folder / f".{about.name}.pieces"  # a byte for each piece: 1 if it is there
-        folder.mkdir(parents=True, exist_ok=True)
-        if not self._kept.exists() or self.path.stat().st_size != about.size:
-            # New, or cut off: a file of this size, of which no piece is there.
-            self.path.touch()
-            os.truncate(self.path, about.size)
-            self._kept.write_bytes(bytes(_num_pieces(about)))
+        with write_errors(self.path):  # an OSError becomes a ResourceError
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self._kept.exists() or self.path.stat().st_size != about.size:
+                # New, or cut off: a file of this size, of which no piece is there.
+                self.path.touch()
+                os.truncate(self.path, about.size)
+                self._kept.write_bytes(bytes(_num_pieces(about)))
         marks = np.frombuffer(self._kept.read_bytes(), np.uint8)
         self._has = np.zeros(_num_pieces(about), bool)  # which pieces are there, and right
         with open(self.path, "rb") as file:
@@ -294,7 +298,7 @@ def _cached(there: Store, files: Sequence[ServedFile], kind: str) -> dict[str, C
     `there` is the store in which the driver serves them, and `files` are all that it serves. The
     folder is named by the content of these files, so that other runs with the same ones find it.
     Only the hashes are read here, no pieces. Raises Refused if those of a file are missing or
-    damaged; ResourceError if the driver cannot be reached.
+    damaged; ResourceError if the driver cannot be reached, or the cache cannot be written.
     """
     wanted = [file for file in files if file.kind == kind]
     roots = sorted(file.root for file in wanted)
@@ -382,10 +386,10 @@ class ServedRows:
         row_bytes = self._tokens.strides[0]
         # Where the first row begins in the file: after the array's header.
         offset = self._file.about.size - self._num_rows * row_bytes
-        # Positions in the file of the first and the last byte of each row. They may lie in two
-        # pieces; a row is taken to be shorter than a piece, so that it lies in no others.
-        first_N = offset + np.asarray(index) * row_bytes
-        last_N = first_N + row_bytes - 1
-        numbers = np.union1d(first_N // FILE_PIECE_BYTES, last_N // FILE_PIECE_BYTES)
-        self._file.read(numbers.tolist())
+        numbers: set[int] = set()  # of the pieces in which the rows lie
+        for row in index:
+            first = offset + int(row) * row_bytes  # the position of the row's first byte
+            last = first + row_bytes - 1
+            numbers.update(range(first // FILE_PIECE_BYTES, last // FILE_PIECE_BYTES + 1))
+        self._file.read(sorted(numbers))
         return rows_at(self.rows, index)
