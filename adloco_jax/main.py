@@ -57,10 +57,10 @@ def command() -> NoReturn:
         if not _is_closed_pipe(error):
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
             code = 1
-    # A run may have several processes. `all_end` waits up to 10 s for the others to end too, and
-    # returns whether they have. Its module is not imported if an error ended the command early.
+    # A run may have several processes, which are waited for up to 10 s; the result is whether they
+    # have ended. The module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.host.processes")
-    together = processes is None or processes.all_end()
+    together = processes is None or processes.wait_for_others_to_end()
     # JAX's exit waits for processes that do not end. A library that ran out of files or memory may
     # leave a thread that never ends. So the process is ended without cleaning up.
     if code in (ResourceError.exit_code, _CLOSED_PIPE) or not together:

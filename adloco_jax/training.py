@@ -338,7 +338,7 @@ def _last_attempt(run: Run, on_round: OnRound) -> Result:
     with (
         exclusive(run.workdir),
         processes.stop_requests(_STOPPING) as stop,
-        processes.ending_together(),
+        processes.ending_if_another_fails(),
         _explaining(run),
     ):
         while True:
@@ -402,7 +402,7 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
     engine = attempt.recorder.engine
     state = attempt.state
     if is_over(state.control, settings):  # as after a stop between the last round and the export
-        attempt.evaluator.consensus(state)  # which the result has
+        attempt.evaluator.choose_consensus(state)  # which the result has
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
@@ -431,7 +431,7 @@ def _run_rounds(run: Run, attempt: Attempt, on_round: OnRound) -> State:
             return State(engine.complete(state), state.control)
         except Stopped as error:  # by a signal: save, and raise Preempted
             # On this process's devices the round has begun, and may have taken the arrays' memory.
-            attempt.checkpoints.end(error.state, within=is_local)
+            attempt.checkpoints.end_by_signal(error.state, within=is_local)
         except Diverged as error:
             attempt.recorder(error.state, error.boundary)  # the loop has not recorded this round
             saved = last_checkpoint(run, attempt)

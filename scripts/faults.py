@@ -310,7 +310,7 @@ def k6(bench: Bench, number: int) -> Iterator[Trial]:
         shutil.copytree(base, copy)
         if not damage(copy / file, kind, bench.random, copy / bench.random.choice(files)):
             continue
-        found = checkpoint.newest(copy, lambda path: int(path.name))
+        found = checkpoint.read_newest(copy, lambda path: int(path.name))
         named = found is not None and len(found[1]) == 1 and f"/{newest}/" in found[1][0]
         yield named and found is not None and found[0] == older, f"{kind} {file}: {found}"
 

@@ -17,7 +17,14 @@ import pytest
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.host import processes
 from adloco_jax.run.kept import checkpoint
-from adloco_jax.run.kept.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
+from adloco_jax.run.kept.checkpoint import (
+    Damaged,
+    Saver,
+    list_rounds,
+    read_arrays,
+    read_newest,
+    verify,
+)
 from probes import crashes
 
 
@@ -139,11 +146,11 @@ def test_damage_to_any_file_is_found_and_named(good, path):
 def test_the_newest_complete_one_is_read_and_damaged_ones_set_aside(tmp_path):
     save(tmp_path, 1, 2, 3, keep=3)
     (tmp_path / "3" / "host.json").write_text("{}")
-    found, damage = newest(tmp_path, checkpoint.read_host)
+    found, damage = read_newest(tmp_path, checkpoint.read_host)
     assert found == {"at": 2} and len(damage) == 1 and "3/host.json" in damage[0]
     assert list_rounds(tmp_path) == [2, 1] and (tmp_path / "3.damaged").is_dir()
     save(tmp_path, 3, keep=3)  # the name can be used again
-    assert newest(tmp_path, checkpoint.read_host) == ({"at": 3}, [])
+    assert read_newest(tmp_path, checkpoint.read_host) == ({"at": 3}, [])
 
 
 def test_if_all_are_damaged_nothing_is_touched(path, good):
@@ -152,17 +159,17 @@ def test_if_all_are_damaged_nothing_is_touched(path, good):
     (path / "manifest.json").unlink()
     before = files_of(folder)
     with pytest.raises(CheckpointError, match="no checkpoint is whole") as error:
-        newest(folder, checkpoint.read_host)
+        read_newest(folder, checkpoint.read_host)
     assert "3/manifest.json" in str(error.value) and "4/manifest.json" in str(error.value)
     assert error.value.exit_code == 3 and files_of(folder) == before
-    assert newest(folder / "none", checkpoint.read_host) is None
+    assert read_newest(folder / "none", checkpoint.read_host) is None
 
 
 def test_a_newer_format_is_named_and_no_older_checkpoint_used(path, good):
     shutil.copytree(good / "3", path.parent / "4")
     reseal(path.parent / "4", lambda manifest: manifest.update(format=5, round=4))
     with pytest.raises(CheckpointError, match="written in format 5, this version reads format 4"):
-        newest(path.parent, checkpoint.read_host)
+        read_newest(path.parent, checkpoint.read_host)
 
 
 @pytest.mark.parametrize("files", [{"../../outside": {"size": 1, "sha256": "0"}}, []])
@@ -248,6 +255,6 @@ def test_what_another_process_cannot_read_is_damage_for_all(path, good, monkeypa
         return [value, ["Damaged", "unreadable"] if len(contents) == 1 else None]
 
     monkeypatch.setattr(processes, "gather", gather)
-    read, damage = newest(path.parent, lambda path: path.name)
+    read, damage = read_newest(path.parent, lambda path: path.name)
     assert (read, damage) == ("3", ["process 1: unreadable"])
     assert list_rounds(path.parent) == [3]

@@ -11,7 +11,7 @@ from ledgers import round_line
 
 from adloco_jax.errors import CheckpointError, DataError
 from adloco_jax.loop.adloco import Control, Trainer
-from adloco_jax.run.kept.ledger import Ledger, cut, read
+from adloco_jax.run.kept.ledger import Ledger, read, remove_rounds_after
 from scripts.golden import deterministic_lines
 
 
@@ -73,7 +73,7 @@ def test_a_last_line_cut_anywhere_is_dropped_and_repaired(path):
         if length == len(LINES) - 1:  # only the newline is missing
             lines.append({"event": "second", "loss": 2.5})
         assert read(path) == lines
-        cut(path, None)
+        remove_rounds_after(path, None)
         with Ledger(path) as ledger:
             ledger.write("last")
         assert read(path) == [*lines, {"event": "last"}]
@@ -129,16 +129,16 @@ def test_a_resume_cuts_the_rounds_after_the_checkpoint_by_each_trainers_own_coun
 
     control = Control({m: Trainer(1, [m], rounds=m + 1) for m in (0, 1)}, 1, 1, 1)
     write(start, *kept, *later, learner)
-    cut(path, control)
+    remove_rounds_after(path, control)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [start, *kept, learner]
-    cut(path, None)
+    remove_rounds_after(path, None)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         start,
         kept[-1],
         learner,
     ]
     with pytest.raises(CheckpointError, match="has 0 rounds of trainer 0, the checkpoint has 1"):
-        cut(path, control)
+        remove_rounds_after(path, control)
 
 
 def test_a_missing_ledger_is_the_users_mistake(tmp_path):

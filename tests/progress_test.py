@@ -82,7 +82,7 @@ def test_the_time_left_leaves_out_compilation(monkeypatch):
     now[0] = 500.0  # compiled before the first round
     progress.begin(0.0, lambda: stalled[0])
     now[0], stalled[0] = 950.0, 400.0
-    progress.call(0.05, np.ones(2))  # without a bar nothing is shown
+    progress.move_within_round(0.05, np.ones(2))  # without a bar nothing is shown
     progress.round(1, 0.1, "loss 2")
     assert file.getvalue() == "round 1/10: loss 2, 07:30 left\n"
 
@@ -100,8 +100,8 @@ def test_the_bar_moves_within_a_round_and_counts_programs():
     assert "compiling" not in terminal.getvalue().rpartition("\r")[2]
     progress.compiling(Compiling(3, 6))
     assert terminal.getvalue().endswith("00:00, compiling 3 of 6")
-    progress.call(0.25, np.array([[2.4, math.nan], [math.inf, 2.42698]]))
-    progress.call(0.5, np.ones(2))  # too soon to be shown
+    progress.move_within_round(0.25, np.array([[2.4, math.nan], [math.inf, 2.42698]]))
+    progress.move_within_round(0.5, np.ones(2))  # too soon to be shown
     assert re.search(r" 25%.*00:00, loss 2.413, 00:00 left, compiling 3 of 6$", terminal.getvalue())
     progress.round(1, 0.5, "", "12 tok/s")
     words = r" 50%.*, round 1/2, loss 2.413, 12 tok/s, 00:00 left, compiling 3 of 6\r"

@@ -271,15 +271,15 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 def end_others(message: str) -> None:
     """End all other processes with exit code 5, because this process has failed.
 
-    They look for the failure every second (`ending_together`), and print the message. They may be
-    in a collective, a computation of all processes, which cannot be interrupted; without this, JAX
-    would abort them when process 0 ends.
+    They look for the failure every second (`ending_if_another_fails`), and print the message. They
+    may be in a collective, a computation of all processes, which cannot be interrupted; without
+    this, JAX would abort them when process 0 ends.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
 
 
-def ending_together() -> contextlib.AbstractContextManager[None]:
+def ending_if_another_fails() -> contextlib.AbstractContextManager[None]:
     """End this process with exit code 5 if another calls `end_others` in the `with` block.
 
     A thread looks for that every second. It prints the other process's message to stderr.
@@ -298,14 +298,14 @@ def ending_together() -> contextlib.AbstractContextManager[None]:
         if index != jax.process_index():
             print(message, file=sys.stderr, flush=True)
             # Process 0 has the table in which the others look for the failure, so all wait for all.
-            all_end()
+            wait_for_others_to_end()
             # This is not the main thread, which may be in a collective that cannot be interrupted.
             os._exit(ResourceError.exit_code)
 
     return every(1.0, look)
 
 
-def all_end() -> bool:
+def wait_for_others_to_end() -> bool:
     """Wait up to 10 s for the other processes to end too; return whether all have.
 
     If not, the caller must end this process without JAX's shutdown (`os._exit`): at exit JAX waits

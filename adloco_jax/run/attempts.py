@@ -46,7 +46,7 @@ from adloco_jax.run.before.estimate import most_tokens_per_s
 from adloco_jax.run.kept import checkpoint
 from adloco_jax.run.kept.checkpoint import Saver
 from adloco_jax.run.kept.folder import how_to_resume, write_config
-from adloco_jax.run.kept.ledger import Ledger, cut, read
+from adloco_jax.run.kept.ledger import Ledger, read, remove_rounds_after
 from adloco_jax.run.kept.restore import begin_control, host_record, initial_ensemble, restore
 from adloco_jax.run.watching import observers
 from adloco_jax.run.watching.loggers import Trackers
@@ -275,7 +275,7 @@ def _make_engine(
             programs,
             run.corpus,
             heldout,
-            on_call=progress.call,
+            on_call=progress.move_within_round,
             is_stopped=is_stopped,
         )
     model = run.settings.model
@@ -327,7 +327,7 @@ def _open_ledger(
         made_by="fit" if run.by_fit else "train",
     )
     path = run.workdir / "ledger.jsonl"
-    cut(path, control)  # removes the lines on rounds that are run again
+    remove_rounds_after(path, control)  # these are run again
     ledger = stack.enter_context(Ledger(path))
 
     def drop(name: str, at_round: int, cause: str) -> None:

@@ -304,7 +304,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     return manifest
 
 
-def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+def read_newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
     """Read the newest undamaged checkpoint, and rename the damaged ones that are newer.
 
     Args:

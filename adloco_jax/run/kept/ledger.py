@@ -1,8 +1,8 @@
 """The ledger: the log of a run in the file `ledger.jsonl`, one JSON object a line for each event.
 
 All tables, figures and comparisons of runs are made from it. A killed process can leave an
-incomplete last line, which `read` ignores and `cut` removes. A trainer is a model in training; of
-several, some may leave the run. A learner is a process of its own that trains.
+incomplete last line, which `read` ignores and `remove_rounds_after` removes. A trainer is a model
+in training; of several, some may leave the run. A learner is a process of its own that trains.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def finished_line(events: Iterable[dict]) -> dict | None:
     return None
 
 
-def cut(path: str | os.PathLike[str], control: Control | None) -> None:
+def remove_rounds_after(path: str | os.PathLike[str], control: Control | None) -> None:
     """Remove the lines on rounds after a checkpoint, before the run resumes from it.
 
     An incomplete last line is removed, too. The file is replaced atomically. Lines on starts,

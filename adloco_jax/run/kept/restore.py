@@ -194,7 +194,9 @@ def restore(run: Run) -> tuple[CheckpointContent | None, list[str], dict | None]
     path = run.workdir / "ledger.jsonl"
     content = None
     damage = []
-    found = checkpoint.newest(folder, lambda at: read_state(at, run.settings.ensemble, run.spec))
+    found = checkpoint.read_newest(
+        folder, lambda at: read_state(at, run.settings.ensemble, run.spec)
+    )
     if found is not None:
         content, damage = found
     events = []

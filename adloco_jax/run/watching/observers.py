@@ -257,11 +257,11 @@ class Evaluator:
                 loss = self._loss(params)
                 losses.append(loss)
                 self._record(control, trainer, params, loss)
-            self.consensus(state, losses)
+            self.choose_consensus(state, losses)
             recorder.write_memory(control)
         recorder.show(state, boundary)
 
-    def consensus(self, state: State, losses: Sequence[float] = ()) -> None:
+    def choose_consensus(self, state: State, losses: Sequence[float] = ()) -> None:
         """Choose the consensus and measure its loss; record it if given the trainers' losses.
 
         The parameters are stored in `params`, the loss in the recorder.
@@ -378,9 +378,9 @@ class Checkpoints:
             self.saver.wait()
             self.recorder.write_end(state.control, "finished")
         elif stop_now:
-            self.end(state)
+            self.end_by_signal(state)
 
-    def end(self, state: State, *, within: bool = False) -> NoReturn:
+    def end_by_signal(self, state: State, *, within: bool = False) -> NoReturn:
         """Save a state unless it has been saved, write the `end` line, and raise Preempted.
 
         `within`: the signal came within the next round, whose programs may have taken (donated) the

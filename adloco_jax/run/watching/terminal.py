@@ -64,7 +64,7 @@ class Progress:
                 file=self._file,
                 bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}",
                 dynamic_ncols=True,  # as wide as the terminal is now
-                # Each update is drawn: `call` limits how often they come.
+                # Each update is drawn: `move_within_round` limits how often they come.
                 mininterval=0.0,
                 miniters=0,
             )
@@ -95,7 +95,7 @@ class Progress:
         left_s = (1 - share) * seconds / done
         return f"{tqdm.format_interval(left_s)} left"
 
-    def call(self, share_done: float, losses: Array | np.ndarray) -> None:
+    def move_within_round(self, share_done: float, losses: Array | np.ndarray) -> None:
         """Move the bar within a round, at most ten times a second, to a share of the whole run.
 
         `losses` are the training losses of the newest updates, one for each worker; not finite if
