@@ -212,7 +212,7 @@ class Corpus:
         eot = self.tokenizer.decode([self.tokenizer.eot_id])
         return (
             "; the model will not learn to stop, because the template writes no special token"
-            f" after answers; set data.template to a file that writes {eot} there"
+            f" behind answers; set data.template to a file that writes {eot} there"
         )
 
 
