@@ -118,8 +118,9 @@ def _attend_block_and_sums(
     y = jnp.einsum(
         "bgqs,bgsk->bgqk", powers.astype(v_BGsK.dtype), v_BGsK, preferred_element_type=jnp.float32
     )
+    output = (y / sums).astype(v_BGsK.dtype)
     log_sums = largest + jnp.log(sums)  # `powers` lack the factor exp(largest)
-    return (y / sums).astype(v_BGsK.dtype), log_sums
+    return output, log_sums
 
 
 # studies/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
