@@ -145,9 +145,10 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
 
 
 def task_of(folder: Path) -> str | None:
-    """Return the hub's name of what the model in a folder does; None if `transformers` has none.
+    """Return the hub's name for the task of the model in a folder, such as "text-generation".
 
-    `folder` is an export, or missing. Raises DataError if its `config.json` is damaged.
+    `folder` is an export, or missing. Returns None if `transformers` cannot load what is there.
+    Raises DataError if its `config.json` is damaged.
     """
     if (folder / _ADAPTER).exists():
         return "text-generation"  # only decoders have adapters

@@ -185,9 +185,9 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
     """Return the training loss after each round, in order, with the costs of the run until then.
 
-    Of a trainer (an id), or (None) the mean over the trainers of a round. A point has `round`,
-    `value` (the loss, NaN if not finite), sequential steps (`updates`), and what all trainers had
-    spent: `tokens`, `syncs` and `bytes`.
+    `trainer` is an id; None: the loss is the mean over the trainers of a round. A point has
+    `round`, `value` (the loss, NaN if not finite), sequential steps (`updates`), and what all
+    trainers had spent: `tokens`, `syncs` and `bytes`.
     """
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]

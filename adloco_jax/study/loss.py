@@ -51,7 +51,7 @@ class _Drawn(NamedTuple):
 
 
 def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
-    """Draw held-out (else training) losses over each cost that a run has.
+    """Draw the held-out losses of runs, or without any the training losses, over each cost.
 
     A single run has a curve for each trainer and the consensus model. Several runs have one for
     each variant, with a band over its seeds. Returns the charts by the cost's short name.

@@ -243,9 +243,10 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
-    """Show the median of values, and their range unless it is shown alike.
+    """Return the median of values as text, and in parentheses their range.
 
-    `shown` formats a value. Returns "-" if a run lacks the value (None).
+    `shown` formats a value. Without the range, if lowest and highest are formatted alike. Returns
+    "-" if a run lacks the value (None).
     """
     if any(value is None for value in values):
         return "-"

@@ -43,7 +43,7 @@ class Run:
 
     @property
     def own(self) -> list[str]:
-        """Name what the caller of `fit` gave, so that the config does not say it.
+        """Name what the caller of `fit` gave, which the config therefore does not describe.
 
         "model", "rows", and perhaps "inner_tx" and "outer_tx"; empty for a run of `train`.
         """

@@ -46,8 +46,8 @@ class Ledger(contextlib.AbstractContextManager):
     def write(self, event: str, **fields: object) -> None:
         """Append one line: `event`, then the fields in order.
 
-        NumPy and JAX values become plain, waiting for those still computed; non-finite numbers
-        become null.
+        NumPy and JAX values become plain numbers and lists; those that are still being computed are
+        waited for. Numbers that are not finite become null.
 
         Raises:
           AttributeError, TypeError: If a value cannot be converted; nothing is written.

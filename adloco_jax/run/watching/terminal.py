@@ -113,7 +113,7 @@ class Progress:
         self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
 
     def compiling(self, event: Compiling | Compiled) -> None:
-        """Show beside the bar that a program is being compiled, until `event` says that it is."""
+        """Show beside the bar that a program is being compiled, or no longer if `event` ends it."""
         text = ""
         if isinstance(event, Compiling):
             text = f"compiling {event.number} of {event.of}"
