@@ -257,17 +257,17 @@ def chart(
     # least, one for each of its points.
     num_bins = min(_UNITS // 4, _MAX_BINS // max(1, len(curves)))
     num_bins = max(_LEAST_BINS, num_bins)
-    drawn = [_path(curve, x, y, num_bins) for curve in curves]
+    drawn = [_curve_svg(curve, x, y, num_bins) for curve in curves]
 
     ends = {}  # the last point of each curve with a label, by the curve's index
     for index, curve in enumerate(curves):
-        end = _end(curve, x, y)
+        end = _last_point(curve, x, y)
         if curve.label and end is not None:
             ends[index] = end
     gap = min(label_px, height / max(1, len(ends) - 1))  # less if all would not fit the height
     rows_px = spread_apart([from_top * height for _, from_top in ends.values()], gap, height)
     for (index, end), row_px in zip(ends.items(), rows_px, strict=True):
-        drawn[index] += _label(curves[index], end, row_px / height)
+        drawn[index] += _label_svg(curves[index], end, row_px / height)
 
     body = "".join(
         f'<g class="curve {curve.classes}" data-k="{escaped(curve.key)}">{path}</g>'
@@ -417,7 +417,7 @@ def svg(width: int, height: int, title: str, parts: Sequence[str], *, font_px: i
     )
 
 
-def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
+def _last_point(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
     """Return where a curve's last finite point is, from the left and from the top (0 to 1).
 
     None if the curve has no finite point.
@@ -428,10 +428,10 @@ def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
     return None
 
 
-def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
+def _label_svg(curve: Curve, end: tuple[float, float], row: float) -> str:
     """Draw a curve's label to the right of the box, and a thin line to it from the curve's end.
 
-    `end` is a result of `_end`; `row` is the label's distance from the top (0 to 1).
+    `end` is a result of `_last_point`; `row` is the label's distance from the top (0 to 1).
     """
     end_x, end_y = (f"{100 * value:.1f}%" for value in end)
     label_y = f"{100 * row:.1f}%"
@@ -445,16 +445,16 @@ def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
     )
 
 
-def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
+def _curve_svg(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
     """Return the SVG of a curve and of its band, in coordinates that stretch with the box.
 
     At most four points are drawn for each of `num_bins` parts of the horizontal axis. The line and
     the outline of the band are SVG paths, in which M moves to a point, L draws a line to the next
     one, and Z closes the outline.
     """
-    line = ""
-    for stretch in _placed(curve.x, curve.y, x, y):
-        line += _drawn(_thinned(stretch, num_bins))
+    line = ""  # M and L commands: a part for each stretch of the curve without a gap
+    for stretch in _stretches(curve.x, curve.y, x, y):
+        line += _path_commands(_thinned(stretch, num_bins))
         if len(stretch) == 1:
             line += "h0"  # a line of length zero, whose round ends make a dot
     area = ""
@@ -467,10 +467,11 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
             lower.append(math.nan if is_gap else low)
             upper.append(math.nan if is_gap else high)
         outlines = ""  # along the lower edge, and back along the upper one
-        stretches = zip(_placed(curve.x, lower, x, y), _placed(curve.x, upper, x, y), strict=True)
-        for below, above in stretches:
+        below_line = _stretches(curve.x, lower, x, y)
+        above_line = _stretches(curve.x, upper, x, y)
+        for below, above in zip(below_line, above_line, strict=True):
             back = reversed(_thinned(above, num_bins))
-            outlines += _drawn([*_thinned(below, num_bins), *back]) + "Z"
+            outlines += _path_commands([*_thinned(below, num_bins), *back]) + "Z"
         area = f'<path class="band" d="{outlines}"/>'
     return (
         f'<svg class="box" viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none">'
@@ -478,7 +479,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
     )
 
 
-def _placed(
+def _stretches(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
     """Return the coordinates of points in the box of a curve, in stretches without a gap.
@@ -514,6 +515,6 @@ def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int
     return [points[index] for index in kept]
 
 
-def _drawn(points: Sequence[tuple[int, int]]) -> str:
+def _path_commands(points: Sequence[tuple[int, int]]) -> str:
     """Return the commands of an SVG path: move to the first point, draw lines to the others."""
     return "M" + "L".join(f"{a},{b}" for a, b in points)

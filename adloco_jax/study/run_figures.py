@@ -32,7 +32,7 @@ def life(run: RunRecord) -> str:
     rounds = curves.lines(run.events, "round")
     merged = curves.lines(run.events, "merge")
     by_trainer = curves.by_trainer(rounds)
-    order = _lanes([*by_trainer], merged)
+    order = _order_of_lanes([*by_trainer], merged)
     # By trainer, how far the middle of its lane is from the top, 0 to 1.
     middles = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
     # A lane is at most 32 pixels high; less if all would not fit 320, but at least 9 to be seen.
@@ -44,10 +44,10 @@ def life(run: RunRecord) -> str:
     body = ""
     for trainer, lines in by_trainer.items():
         color, _ = looks[trainer]
-        bars = _lane(lines, x, middles[trainer], lane_px, len(order), most)
+        bars = _lane_svg(lines, x, middles[trainer], lane_px, len(order), most)
         body += f'<g class="{color}">{bars}</g>'
     for event in merged:
-        body += _merge(event, x, middles)
+        body += _merge_svg(event, x, middles)
     every = math.ceil(_TEXT_PX / lane_px)  # ids that would overlap are left out
     drawn = chart.frame(
         x,
@@ -84,7 +84,7 @@ def _workers(e: dict) -> int:
     return e.get("workers_counted", e["workers"])
 
 
-def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
+def _order_of_lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     """Order the trainers from top to bottom, so that lines of merges cross no active trainer.
 
     `merged` are the `merge` lines of the ledger. The members of a merge are placed just below the
@@ -100,7 +100,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     return order
 
 
-def _lane(
+def _lane_svg(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
     """Draw a trainer's lane: a bar for each stretch of rounds in which the batch stays the same.
@@ -161,7 +161,7 @@ def _lane(
     return "".join(parts)
 
 
-def _merge(event: dict, x: Axis, middles: Mapping[int, float]) -> str:
+def _merge_svg(event: dict, x: Axis, middles: Mapping[int, float]) -> str:
     """Draw a merge as SVG: a line over the lanes of its trainers, with a dot on each.
 
     `event` is the line of the ledger, `x` the axis of rounds, and `middles` are, by trainer, the

@@ -117,7 +117,7 @@ def plan(
         peaks = program_peaks(pool, choice.programs, settings.batching, settings.switch)
         machine = choice.programs.spec.machine
         budget = machine.budget(settings.batching.memory_frac)
-        lines += [_chosen(choice), "", *_table(peaks, machine.device_bytes, budget)]
+        lines += [_fits_line(choice), "", *_table(peaks, machine.device_bytes, budget)]
     else:
         lines.append("not compiled: --memory does")
     return "\n".join([*notes, *lines, *(f"not checked: {line}" for line in unchecked)])
@@ -157,7 +157,7 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
         else:
             peaks = choice.peaks
             spec = choice.programs.spec
-            found = [*run_header(settings, spec, choice.max_batch_size), _chosen(choice)]
+            found = [*run_header(settings, spec, choice.max_batch_size), _fits_line(choice)]
             if is_open:
                 found.append(base_dtype_line(settings))
             record["fits"] = True
@@ -176,8 +176,8 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     return lines, record
 
 
-def _chosen(choice: Choice) -> str:
-    """Say in a line which mode, micro-batch and number of devices per model fit."""
+def _fits_line(choice: Choice) -> str:
+    """Return a line that says which mode, micro-batch and number of devices per model fit."""
     spec = choice.programs.spec
     mode = Mode(spec.sequential, spec.remat)
     shards = counted(spec.model_shards, "device")
