@@ -182,19 +182,19 @@ def completed(
     known = tables()
     record = _record(workdir)
     # In each group, what is unset is first taken from the record, then found by other settings.
-    batching = _filled(config.batching, record)
+    batching = _with_recorded(config.batching, record)
     batching = _with_limits(batching, known["BATCH_TESTS"])
-    ensemble = _filled(config.ensemble, record)
+    ensemble = _with_recorded(config.ensemble, record)
     ensemble = _with_workers(ensemble, config.engine)
     model, data = config.model, config.data
     if reads:
         # What was recorded counts only if the run had the same checkpoint, or a text too.
         same_checkpoint = record.get("model", {}).get("init_from") == model.init_from
         of_checkpoint = record if same_checkpoint else {}
-        model, found_sizes = _of_checkpoint(model, of_checkpoint, known["ARCHITECTURES"])
+        model, found_sizes = _with_checkpoint(model, of_checkpoint, known["ARCHITECTURES"])
         both_have_text = bool(record.get("data", {}).get("path")) == bool(data.path)
         of_text = record if both_have_text else {}
-        data, found = _of_files(data, of_text)
+        data, found = _with_text_found(data, of_text)
         if found or found_sizes:
             found_all = ", ".join(found + found_sizes)
             note(f"found: {found_all}; set a key to choose another value")
@@ -222,7 +222,7 @@ def _record(workdir: str | Path | None) -> dict[str, Any]:
     return {}
 
 
-def _filled(group: Any, record: dict[str, Any]) -> Any:
+def _with_recorded(group: Any, record: dict[str, Any]) -> Any:
     """Return a `SettingsGroup` with the recorded values of what it leaves unset.
 
     `record` has the recorded options of all groups, by group. What it lacks stays unset.
@@ -232,7 +232,7 @@ def _filled(group: Any, record: dict[str, Any]) -> Any:
     return group.model_copy(update=found)
 
 
-def _of_checkpoint(
+def _with_checkpoint(
     model: ModelSettings, record: dict[str, Any], architectures: Mapping[str, Any]
 ) -> tuple[ModelSettings, list[str]]:
     """Add the `config.json` of `model.init_from`, and find the sizes that are unset.
@@ -244,7 +244,7 @@ def _of_checkpoint(
     Raises ConfigError if there is no such checkpoint, DataError if it is damaged, ResourceError if
     the hub does not answer.
     """
-    model = _filled(model, record)
+    model = _with_recorded(model, record)
     recorded = record.get("model", {})
     if model.base_dtype is None:
         # A run that goes on keeps the type that was found to fit, and a `remat` found with it.
@@ -277,7 +277,7 @@ def _of_checkpoint(
     return model.model_copy(update=values | {"checkpoint": content}), found
 
 
-def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings, list[str]]:
+def _with_text_found(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings, list[str]]:
     """Find source and column of a text by its files, and today's date for chats.
 
     Returns the settings of the data, and what was found in files, as "key=value by ...". `record`
@@ -286,7 +286,7 @@ def _of_files(data: DataSettings, record: dict[str, Any]) -> tuple[DataSettings,
     Raises ConfigError if the files are of several kinds or no text, DataError if they are missing
     or damaged.
     """
-    data = _filled(data, record)
+    data = _with_recorded(data, record)
     found = []
     if "source" in data.unset:
         from adloco_jax.data.corpus import source_of  # imported only here, because it is slow

@@ -57,7 +57,7 @@ def load_config(path: Path, **arguments: str) -> ConfigDict:
     Raises:
       ConfigError: If the file raises an error or lacks the function, or the result is no config.
     """
-    config = _executed(path, **arguments)
+    config = _run_file(path, **arguments)
     if type(config) is not ConfigDict:
         raise ConfigError(
             f"{path}: needs a get_config() that returns a ConfigDict; start it from"
@@ -72,10 +72,10 @@ def add_entries(name: str | None) -> None:
     Raises ConfigError if there is no such file, or it raises an error.
     """
     if name is not None:
-        _executed(find_config(name))
+        _run_file(find_config(name))
 
 
-def _executed(path: Path, **arguments: str) -> object:
+def _run_file(path: Path, **arguments: str) -> object:
     """Run a config file; return what its `get_config` makes of the arguments, None without one.
 
     The file is recorded as executed, so that learners run it, too. Raises ConfigError for an error

@@ -35,11 +35,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     followers = [*words[1:], ""]
     spelled = []
     for word, follower in zip(words, followers, strict=True):
-        spelled.append(_spelled(word, follower))
+        spelled.append(_as_declared(word, follower))
     return _parser().parse_args(spelled)
 
 
-def _spelled(word: str, follower: str) -> str:
+def _as_declared(word: str, follower: str) -> str:
     """Spell the name of an option as it is declared; return other words as they are.
 
     Options have hyphens, and keys of a config underscores. A key that is True or False may stand

@@ -78,7 +78,7 @@ def complete(writer: Writer, text: str, *, num_samples: int) -> None:
     if not prompt:  # the model then begins a document, as after the end of another
         prompt = [tokenizer.eot_id]
         num_hidden = 1
-    samples = _continued(writer, prompt, num_samples, writer.ends, option="--prompt")
+    samples = _sampled(writer, prompt, num_samples, writer.ends, option="--prompt")
     _print_texts([tokenizer.decode(sample[num_hidden:]) for sample in samples])
 
 
@@ -98,7 +98,7 @@ def chat(writer: Writer, questions: Iterable[str], *, num_samples: int) -> None:
         chat_text = tokenizer.render(turns, prompts=True)
         (ids,) = tokenizer.encode_batch([chat_text])
         prompt = list(ids) or [tokenizer.eot_id]  # a model needs a token to begin with
-        samples = _continued(writer, prompt, num_samples, ends, option="--chat")
+        samples = _sampled(writer, prompt, num_samples, ends, option="--chat")
         answers = [tokenizer.decode(sample[len(prompt) :]) for sample in samples]
         _print_texts(answers)
         turns.append({"role": "assistant", "content": answers[-1]})
@@ -109,7 +109,7 @@ def _as_utf8(text: str) -> str:
     return os.fsencode(text).decode(errors="replace")
 
 
-def _continued(
+def _sampled(
     writer: Writer, prompt: Sequence[int], num_samples: int, ends: frozenset[int], *, option: str
 ) -> list[np.ndarray]:
     """Continue a prompt with `num_samples` samples of the model.

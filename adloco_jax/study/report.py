@@ -24,7 +24,7 @@ from adloco_jax.study.curves import RunRecord, Variant
 
 __all__ = ["conclude", "write"]
 
-# Columns of the table of totals: the name in `_measures`, and the format.
+# Columns of the table of totals: the name in `_totals_with_gathering`, and the format.
 _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss (nats)": ("loss", summary.number),
     "accuracy": ("accuracy", "{:.3f}".format),
@@ -160,7 +160,7 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
         title = f"Run {run.start['run']}"
         text = dict(summary.totals_as_text(summary.totals(run.events)))
         rounds = counted(_num_rounds(run), "round")
-        lead = f"{rounds}, {_state(run)}. Held-out loss: {text['held-out loss']}."
+        lead = f"{rounds}, {_state_in_words(run)}. Held-out loss: {text['held-out loss']}."
         screen += run_figures.life(run)  # the figure of its trainers over rounds
         parts = _parts_of(run)
         num_curves = 0  # no row of a table belongs to a curve
@@ -188,7 +188,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
     caption = "Synchronisations are blocking and summed over trainers."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " With several seeds: the median (minimum – maximum)."
-    measured = [[_measures(run) for run in variant.runs] for variant in variants]
+    measured = [[_totals_with_gathering(run) for run in variant.runs] for variant in variants]
     rows: list[dict[str, str]] = [{"run": variant.label} for variant in variants]
     for title, (name, shown) in _TOTALS.items():
         by_variant = [[found[name] for found in runs] for runs in measured]
@@ -196,7 +196,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
         if not is_known:
             continue
         for row, values in zip(rows, by_variant, strict=True):
-            row[title] = _spread(values, shown)  # a cell more in the variant's row
+            row[title] = _median_and_range(values, shown)  # a cell more in the variant's row
     return page.table(caption, rows, is_legend=len(variants) > 1)
 
 
@@ -220,7 +220,7 @@ def _num_rounds(run: RunRecord) -> int:
     return summary.totals(run.events)["rounds"]
 
 
-def _state(run: RunRecord) -> str:
+def _state_in_words(run: RunRecord) -> str:
     """Say why a run ended, or that it is unfinished, and how often it was resumed."""
     newest = curves.lines(run.events, "start", "end")[-1]
     state = newest.get("reason", "unfinished")
@@ -230,7 +230,7 @@ def _state(run: RunRecord) -> str:
     return state
 
 
-def _measures(run: RunRecord) -> dict:
+def _totals_with_gathering(run: RunRecord) -> dict:
     """Return the totals of a run, in which averaging trainers for the consensus is counted.
 
     A consensus that is an average needs all trainers' parameters in one place. The last evaluation
@@ -242,7 +242,7 @@ def _measures(run: RunRecord) -> dict:
     return found
 
 
-def _spread(values: Sequence, shown: Callable[[float], str]) -> str:
+def _median_and_range(values: Sequence, shown: Callable[[float], str]) -> str:
     """Return the median of values as text, and in parentheses their range.
 
     `shown` formats a value. Without the range, if lowest and highest are formatted alike. Returns
@@ -272,7 +272,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
                 "trained by": run.start["command"] or "-",
                 "seed": str(run.seed),
                 "rounds": f"{_num_rounds(run):,}",
-                "state": _state(run),
+                "state": _state_in_words(run),
             }
             rows.append(row)
     made_by = page.paragraph("This page was made by") + page.verbatim(command)

@@ -199,7 +199,7 @@ def goodput(events: Sequence[dict]) -> float | None:
     started: set[int] = set()  # trainers that have made a round since the start
     is_learner_line = False  # whether the group of lines is on learners: one has joined, left, ...
     # Groups of successive lines: of trainers that ended a round together, or on learners.
-    together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
+    together = itertools.groupby(lines(events, "start", "round", "learner"), _group_key)
     for _, written in together:
         group = [*written]
         follows_learner_line = is_learner_line
@@ -225,7 +225,7 @@ def goodput(events: Sequence[dict]) -> float | None:
     return tokens / up_s * calm_up_s / calm_tokens
 
 
-def _written_with(event: dict) -> tuple:
+def _group_key(event: dict) -> tuple:
     """Return a key that successive lines share if they were written together.
 
     Trainers that end a round together state the same seconds. Other lines have none, so that all

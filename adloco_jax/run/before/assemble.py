@@ -107,7 +107,7 @@ def assemble(
     if trains:
         check_config(workdir, settings, accept=accept_config_change)
         require_usable(workdir)
-        # Raises if learners could not be reached. Last, as it may ask over the network.
+        # Raises if learners could not be reached. Last, because it may ask over the network.
         check_engine(settings, workdir)
         if base_dtype_is_open(settings):
             if settings.engine.starts_learner:  # it has the accelerator, whose memory decides

@@ -77,7 +77,7 @@ def run_header(
     pool = f"{ensemble.num_trainers} with {counted(workers, 'worker')} together"
     if ensemble.num_workers > workers:
         pool += f", and {ensemble.num_workers - workers} more when gradient noise asks for them"
-    ends = _ends(settings.last_round, settings.num_tokens, settings.num_epochs)
+    ends = _end_in_words(settings.last_round, settings.num_tokens, settings.num_epochs)
     steps = counted(inner.steps_per_round, "update")
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
@@ -91,12 +91,12 @@ def run_header(
     batch = counted(batching.initial_batch_size, "sequence")
     if "rows" in own:
         batch += " of own rows"
-    growth = _growth(batching, ensemble, inner)
+    growth = _growth_in_words(batching, ensemble, inner)
     sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     batches_line = (
         f"batches: {batch} per worker and update, {growth}; {sizes} at once, more by accumulation"
     )
-    return [model_line, trainers_line, batches_line, *_fragments(spec)]
+    return [model_line, trainers_line, batches_line, *_fragment_lines(spec)]
 
 
 def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
@@ -122,7 +122,7 @@ def label_lines(tx: str, labels: Mapping[str, str]) -> list[str]:
     return ["; ".join(["parameters by label", *each])]
 
 
-def _ends(last_round: float, tokens: int | None, epochs: float | None) -> str:
+def _end_in_words(last_round: float, tokens: int | None, epochs: float | None) -> str:
     """Say when a run ends: "3 rounds", or such as "until 5,000 tokens or round 3, rounds".
 
     Words on the length of a round follow: " of 200 updates". `last_round` is infinite without a
@@ -219,7 +219,9 @@ def share_read(settings: Settings, tokens: float) -> float:
     return tokens / (settings.num_rows * settings.data.sequence_length)
 
 
-def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings) -> str:
+def _growth_in_words(
+    batching: BatchingSettings, ensemble: EnsembleSettings, inner: InnerSettings
+) -> str:
     """Say how the batch changes from round to round, as the end of a sentence about it.
 
     For instance "in all rounds", or "raised by gradient noise (norm test, eta 0.8) up to 64".
@@ -244,7 +246,7 @@ def _growth(batching: BatchingSettings, ensemble: EnsembleSettings, inner: Inner
     return f"kept; gradient noise ({test}) is measured"
 
 
-def _fragments(spec: ProgramSpec) -> list[str]:
+def _fragment_lines(spec: ProgramSpec) -> list[str]:
     """Describe the fragments of Streaming DiLoCo in a line; no line without them."""
     outer = spec.outer
     if not outer.own_params:  # workers keep parameters of their own only in Streaming DiLoCo

@@ -145,7 +145,7 @@ def device_plan(config: ConfigDict | Config, device: str) -> tuple[list[str], di
     budget = machine.budget(settings.batching.memory_frac)
     record: dict = {"device": device, "device_bytes": machine.device_bytes, "budget_bytes": budget}
     is_open = base_dtype_is_open(settings)  # whether `model.base_dtype` is found by what fits
-    with _progress(device) as on_compile:  # which is called for each program
+    with _progress_bar(device) as on_compile:  # which is called for each program
         try:
             # Compiles for one way after another to spare memory, until the run fits.
             settings, choice = fitting_choice(settings, machine, on_compile)
@@ -205,7 +205,7 @@ def _table(peaks: Mapping[str, Peak], device_bytes: int, budget: int) -> list[st
 
 
 @contextlib.contextmanager
-def _progress(device: str) -> Iterator[OnCompile]:
+def _progress_bar(device: str) -> Iterator[OnCompile]:
     """Show a progress bar; yield what moves it when a program is compiled."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
@@ -285,7 +285,7 @@ class _Kind(NamedTuple):
     gpu: dict[str, Any]  # figures of a GPU's description (`_GPU`); empty: a TPU
 
 
-def _gpu(
+def _gpu_kind(
     name: str, num_bytes: float, flops_per_s: float, bandwidth: float, figures: dict[str, Any]
 ) -> _Kind:
     """Describe a kind of GPU, whose `name` is that in JAX.
@@ -298,48 +298,48 @@ def _gpu(
 
 _GIB = 2**30
 _KINDS = {
-    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 42331013120, 312e12, 1555200000000, _AMPERE),
-    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 85100068864, 312e12, 2039040000000, _AMPERE),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 84942979072, 989e12, 3352320000000, _HOPPER),
-    "h200": _gpu("NVIDIA H200 141GB HBM3e", 151397597184, 989e12, 4800000000000, _HOPPER),
-    "b200": _gpu("NVIDIA B200", 191514411008, 2250e12, 7672320000000, _BLACKWELL),
+    "a100-40": _gpu_kind("NVIDIA A100-SXM4-40GB", 42331013120, 312e12, 1555200000000, _AMPERE),
+    "a100-80": _gpu_kind("NVIDIA A100-SXM4-80GB", 85100068864, 312e12, 2039040000000, _AMPERE),
+    "h100": _gpu_kind("NVIDIA H100 80GB HBM3", 84942979072, 989e12, 3352320000000, _HOPPER),
+    "h200": _gpu_kind("NVIDIA H200 141GB HBM3e", 151397597184, 989e12, 4800000000000, _HOPPER),
+    "b200": _gpu_kind("NVIDIA B200", 191514411008, 2250e12, 7672320000000, _BLACKWELL),
     # Memory is what the driver leaves of 8, 12, 16, 16, 24 and 24 GiB.
-    "rtx4060": _gpu(
+    "rtx4060": _gpu_kind(
         "NVIDIA GeForce RTX 4060",
         7.75 * _GIB,
         30.2e12,
         272e9,
         _RTX_40 | {"cores": 24, "cache": 25165824},
     ),
-    "rtx3060": _gpu(
+    "rtx3060": _gpu_kind(
         "NVIDIA GeForce RTX 3060",
         11.75 * _GIB,
         25.5e12,
         360e9,
         _RTX_30 | {"cores": 28, "cache": 2359296},
     ),
-    "rtx4060ti": _gpu(
+    "rtx4060ti": _gpu_kind(
         "NVIDIA GeForce RTX 4060 Ti",
         15.7 * _GIB,
         44.1e12,
         288e9,
         _RTX_40 | {"cores": 34, "cache": 33554432},
     ),
-    "rtx4080": _gpu(
+    "rtx4080": _gpu_kind(
         "NVIDIA GeForce RTX 4080",
         15.7 * _GIB,
         97.5e12,
         716.8e9,
         _RTX_40 | {"cores": 76, "cache": 67108864},
     ),
-    "rtx3090": _gpu(
+    "rtx3090": _gpu_kind(
         "NVIDIA GeForce RTX 3090",
         23.69 * _GIB,
         71e12,
         936.2e9,
         _RTX_30 | {"cores": 82, "cache": 6291456},
     ),
-    "rtx4090": _gpu(
+    "rtx4090": _gpu_kind(
         "NVIDIA GeForce RTX 4090",
         23.65 * _GIB,
         165.2e12,

@@ -110,7 +110,7 @@ def save(
     return dtype
 
 
-def _for_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
+def _with_ends_of_answers(data: DataSettings, tokenizer: Tokenizer | None) -> Tokenizer | None:
     """Return the tokenizer of an exported model, with all tokens at which a text or answer ends.
 
     A model that was trained on chats ends an answer with another token than a text, which is added
@@ -140,7 +140,7 @@ def write_consensus(
     """
     model = settings.model
     adapter = settings.adapter
-    tokenizer = _for_answers(settings.data, tokenizer)
+    tokenizer = _with_ends_of_answers(settings.data, tokenizer)
     network = build_network(model, adapter)
     is_as_configured = _shapes(params) == _shapes(param_shapes(network))
     has_names = hf.weight_map(network) is not None  # for its parameters, in Hugging Face layout
@@ -241,7 +241,7 @@ def read_trained(
     return TrainedModel(
         settings=settings,
         params=params,
-        tokenizer=_for_answers(settings.data, tokenizer),
+        tokenizer=_with_ends_of_answers(settings.data, tokenizer),
         round=control.round,
         source=source,
         base_sha256=before.base_fingerprint,

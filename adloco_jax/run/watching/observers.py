@@ -365,7 +365,7 @@ class Checkpoints:
         every = settings.checkpoint.every_rounds  # None: only by the clock
         # If one process was asked to stop, or finds that it is time, all save: each has a part of
         # the arrays. "boundary" names the exchange, apart from those of the thread that saves.
-        asked = processes.gather([self.stop(), self._is_time()], "boundary")
+        asked = processes.gather([self.stop(), self._is_save_time()], "boundary")
         stop_now = any(stop for stop, _ in asked)
         save_by_clock = any(is_time for _, is_time in asked)
         # With learners the first round is saved at once: joining and compiling took long, and a
@@ -403,7 +403,7 @@ class Checkpoints:
         saved = checkpoint.describe_newest(folder)
         raise Preempted(f"{folder.parent}: stopped by a signal {when}; {saved}")
 
-    def _is_time(self) -> bool:
+    def _is_save_time(self) -> bool:
         """Whether this is process 0, and a save is due by the clock (`checkpoint.every_s`).
 
         Raises ResourceError if the last save has failed.

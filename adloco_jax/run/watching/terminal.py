@@ -85,7 +85,7 @@ class Progress:
         self._begin_s = time.perf_counter() - stalled_s()
         self._draw(min(share_done, 1.0))  # more is done if the last round went beyond the tokens
 
-    def _left(self, share: float) -> str:
+    def _time_left(self, share: float) -> str:
         """Return words on the time that is left, at the mean pace since `begin`.
 
         `share` is the share of the run that is done.
@@ -110,7 +110,7 @@ class Progress:
         loss = np.nan  # all were skipped
         if finite.size:
             loss = np.mean(finite)
-        self._draw(share, loss=f"loss {loss:.4g}", left=self._left(share))
+        self._draw(share, loss=f"loss {loss:.4g}", left=self._time_left(share))
 
     def compiling(self, event: Compiling | Compiled) -> None:
         """Show beside the bar that a program is being compiled, or no longer if `event` ends it."""
@@ -147,7 +147,7 @@ class Progress:
         that is done, `text` and `speed` are words of the line.
         """
         share = min(share_done, 1.0)
-        left = self._left(share)
+        left = self._time_left(share)
         if self._num_rounds is None:
             number = str(index)
             reached = f"{index} ({share:.0%} of the run)"
