@@ -163,12 +163,11 @@ def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") 
 
 
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
-    """Return the cost of gathering the trainers for a consensus that is their mean, by round.
+    """Return what it costs to gather the trainers for a consensus that is their mean, by round.
 
-    Only evaluated rounds whose consensus is a mean have an entry, with `syncs` and `bytes`. To take
-    the mean, all trainers send their parameters to one, as for a merge that is then refused. A run
-    without evaluations would do it once, at its end. So the run's totals leave it out, and the cost
-    at one evaluation is not added to that at the next.
+    Only evaluated rounds whose consensus is a mean have an entry, with `syncs` and `bytes`: all
+    trainers but one send it their parameters. A run that is not evaluated would do so once, at its
+    end. So this is no part of the run's totals, and evaluations do not add up.
     """
     evaluations = lines(events, "eval")
     # The number of trainers at each evaluation: each has a line of its own.
@@ -177,8 +176,9 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     costs = {}
     for e in evaluations:
         if e["trainer"] == "consensus" and e.get("source") == "average":
-            absorbed = living[e["round"]] - 1  # all send to one
-            costs[e["round"]] = merge_cost(state_bytes, num_absorbed=absorbed, refused=True)
+            senders = living[e["round"]] - 1
+            # As for a refused merge, only parameters are sent, without optimizer states.
+            costs[e["round"]] = merge_cost(state_bytes, num_absorbed=senders, refused=True)
     return costs
 
 
@@ -221,7 +221,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.n
     Returns:
       x, the lower edge, the median and the upper edge, NaN where a curve is not finite.
     """
-    sorted_curves = []  # of each, y by x, with x ascending
+    sorted_curves = []  # a dict for each curve: y by x, with x ascending
     for x, y in curves:
         y_by_x = dict(zip(x, y, strict=True))
         sorted_curves.append(dict(sorted(y_by_x.items())))
@@ -232,8 +232,8 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[np.n
     for curve in sorted_curves:
         covered.update(x for x in curve if first <= x <= end)
     grid = np.array(sorted(covered), float)
-    # The y of each curve at all x of the grid; a curve is a dict, whose keys are its x.
-    values = [np.interp(grid, [*curve], [*curve.values()]) for curve in sorted_curves]
+    # The y of each curve at all x of the grid.
+    values = [np.interp(grid, [*curve.keys()], [*curve.values()]) for curve in sorted_curves]
     lowest = 25 if len(sorted_curves) >= 5 else 0  # percentile
     low, median, high = np.percentile(values, (lowest, 50, 100 - lowest), axis=0)
     return [grid, low, median, high]

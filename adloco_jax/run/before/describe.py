@@ -157,7 +157,7 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
         or inner.round_length != "fixed"
         or settings.ensemble.initial_workers is not None
     )
-    read = tokens / settings.data.sequence_length  # rows
+    read = tokens / settings.data.sequence_length  # rows that are read, again or not
     lines = []
     passes = 0.0  # over the rows; 0: their number is not known
     if settings.num_rows:
@@ -175,6 +175,7 @@ def length_lines(settings: Settings, tokens_per_s: float, num_heldout: int | Non
             least = timedelta(seconds=round(tokens / tokens_per_s))
             line += f"; at least {least}, at the peak of the devices"
         lines.append(line)
+        # One after another: rounds, times the updates of each.
         updates = math.ceil(tokens / settings.round_tokens * inner.steps_per_round)
         if updates < _FEW_UPDATES:
             lines.append(

@@ -384,8 +384,8 @@ def _read_fields(
     """
     arrays = checkpoint.absolute() / _ARRAYS
     # Each process reads by itself: in a joint read, the others would wait for one that failed.
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:

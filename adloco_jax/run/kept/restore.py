@@ -118,11 +118,12 @@ def begin_control(
     if run.model.can_remat:
         remat = settings.model.remat  # None: if memory requires it
     allowed = modes(remat, run.spec.machine.platform)  # by preference
-    size = settings.batching.max_batch_size  # None: the largest that fits
+    # Sequences of the largest micro-batch; None: the largest that fits is to be found.
+    size = settings.batching.max_batch_size
     if content is not None and size in (None, content.host.max_batch_size_given):
         # The setting has not changed, so the run goes on with the micro-batch that it had.
         size = content.state.control.max_batch_size
-    if max_batch is not None:
+    if max_batch is not None:  # less, because memory ran out
         size = max_batch
 
     def choose_among(modes_to_try: Sequence[Mode]) -> Choice:
