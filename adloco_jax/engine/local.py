@@ -121,7 +121,7 @@ class LocalEngine:
         self._shares = deque[float]()  # the share of the run at the end of each call not reported
         self._losses = deque[Array]()  # losses of the calls that are dispatched and not reported
         self._clock_s = 0.0  # `_now_s` when the first call was dispatched
-        self._call_s = math.inf  # mean seconds of a call
+        self._call_s = math.inf  # mean seconds of a call; infinite until the first has ended
         # The host's data before the current round; a caller needs them if the round fails.
         self.control_before: Control
         # Inputs made ahead, or the exception, with the values that determine them.
@@ -271,7 +271,7 @@ class LocalEngine:
         round would take more than `LAST_S` seconds.
         """
         self._losses.append(loss_TR)
-        # Otherwise the devices would wait between short calls; `inf` lets any number be queued.
+        # Any number of short calls may be queued (`inf`), so that devices need not wait.
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
             raise Stopped(self._begun)
