@@ -236,7 +236,10 @@ def main() -> None:
     if given.name in ENDS:
         lines, kind = lines + ends(given.name), "front"
     where = Path(track.base.data.path or "stdlib").name
-    size = f"{lines[0]['start']['num_params']:,} parameters" if lines else "no run yet"
+    sizes = sorted({line["start"]["num_params"] for line in lines})
+    size = "no run yet"
+    if sizes:
+        size = f"{' or '.join(f'{number:,}' for number in sizes)} parameters"
     for target in track.target_losses:
         tables.show(f"{where}, {size}: to {target:g} nats/token", kind, lines, target)
     seeds_left: dict[str, list[str]] = {}
