@@ -95,6 +95,9 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
 
     # The loss, beside that of a guess, and per byte, by which tokenizers compare.
     loss = final.get("loss")
+    source = final.get("source")
+    if trainer is not None:
+        source = f"trainer {trainer}"
     classes = final.get("classes")
     unit = start["loss_unit"]
     tokens_per_byte = None
@@ -169,7 +172,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         "loss": loss,
         "loss_unit": unit,
         "loss_round": final.get("round"),
-        "loss_source": final.get("source"),
+        "loss_source": source,
         "loss_average": final.get("average"),
         "chance_loss": chance_loss,
         "perplexity": final.get("perplexity"),
@@ -298,8 +301,8 @@ def _scores_as_text(t: dict) -> list[tuple[str, str]]:
     """
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
-    source = SOURCES.get(t["loss_source"], "consensus")
-    measured = f"{source} after round {t['loss_round']}"
+    source = t["loss_source"] or "consensus"
+    measured = f"{SOURCES.get(source, source)} after round {t['loss_round']}"
     if t["loss_average"]:
         measured += f", running average over rounds ({t['loss_average']:g} of the old)"
     if t["loss"] is None:
