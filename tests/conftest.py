@@ -35,7 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(_kept / "programs"))
 _cache = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are prepared once per session
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 # Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do
 # not earn back; so in command lines under test. The demonstration and notebooks run as users do.
 jax.config.update("jax_disable_most_optimizations", True)

@@ -160,7 +160,7 @@ def settings_for(seed, **address):
     )
 
 
-FAST = [*((seed, "ray") for seed in range(4)), (33, "bucket")]
+FAST = [(1, "ray"), (3, "ray"), (33, "bucket")]
 SLOW = [each for each in itertools.product(range(40), ("ray", "bucket")) if each not in FAST]
 
 

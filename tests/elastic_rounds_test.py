@@ -568,7 +568,7 @@ def test_what_the_only_worker_ends_with_is_not_sent_back(monkeypatch, tmp_path):
     assert nothing < events(tmp_path, "round")[0]["wire_bytes"] - 144
 
 
-@over_each("how", ("ray", "late"), ("bucket", "died"))
+@over_each("how", ("ray", "died"), ("bucket", "late"))
 def test_a_learner_without_the_last_parameters_gets_them_whole(monkeypatch, tmp_path, how):
     def fate(n, incarnation, method, arguments):
         if (n, incarnation, method) != (1, 0, "run_round") or arguments[0].round != 2:

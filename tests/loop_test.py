@@ -11,9 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import toy_runs
 from safetensors.numpy import load_file
-from toy import corpus, settings_of
+from toy import corpus
 from toy_runs import events
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +66,7 @@ def test_a_model_of_ones_own_is_trained_by_fit_and_the_same_call_resumes(tmp_pat
     assert len(events(tmp_path / "own", "round")) == 4
 
 
-def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path, capsys):
+def test_dropout_draws_from_each_key_and_rests_without_one(capsys):
     names = runpy.run_path(str(ROOT / "examples" / "dropout.py"))
     losses = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
     assert len(losses) == 10 and 1.09 < float(losses[-1]) < float(losses[-2]) < float(losses[0])
@@ -76,11 +75,6 @@ def test_dropout_draws_from_each_key_and_rests_in_evaluations(tmp_path, capsys):
     plain, first, other = (float(loss_fn(params, rows, key=key)) for key in (None, *keys))
     assert len({plain, first, other}) == 3
     assert (plain, first) == (loss_fn(params, rows), loss_fn(params, rows, key=keys[0]))
-    settings = settings_of(num_rounds=1, ensemble={"num_trainers": 1, "num_workers": 1})
-    how = {"params": params, "init_fn": None, "loss_fn": names["loss_fn"]}
-    result = toy_runs.run(tmp_path / "r", settings, **how)
-    expected = float(loss_fn(result.params, corpus().heldout_rows))
-    assert result.loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_loop_and_its_two_workers_learn_and_the_noise_asks_for_more(capsys):

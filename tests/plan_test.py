@@ -71,7 +71,7 @@ def largest(settings, spec):
 
 
 def test_the_largest_micro_batch_is_found_from_memory():
-    batching = {"max_batch_size": "auto", "buckets": (2, 8, 15), "batch_cap": 15}
+    batching = {"max_batch_size": "auto", "buckets": (2, 15), "batch_cap": 15}
     batching |= {"test": "ramp", "ramp": ((0, 2),)}
     settings = settings_of(batching=batching, merge={"policy": "none"})
     spec = spec_of(settings)
@@ -79,7 +79,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
     needs = {
         size: needed_bytes(programs[ProgramKey("steps", (4,), size, accumulates=True)]) + beside
-        for size in (2, 8, 15)
+        for size in (2, 15)
     }
     assert sorted(needs.values()) == list(needs.values())
     for size, need in needs.items():

@@ -61,14 +61,16 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
 
 
 def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path):
-    settings, seen = settings_of(**GROWING | {"outer": {"average": 0.3}}), []
+    two = {"num_trainers": 2, "num_workers": 2}
+    groups = GROWING | {"num_rounds": 4, "ensemble": two, "outer": {"average": 0.3}}
+    settings, seen = settings_of(**groups), []
 
     def on_round(state, _):
         ensemble = state.ensemble
         seen.append([np.array(tree["w"]) for tree in (ensemble.params_M, ensemble.average_M)])
 
     whole = run(tmp_path / "whole", settings, on_round=on_round)
-    assert [len(params_M) for params_M, _ in seen] == [3, 3, 2, 2, 2, 1, 1]  # merges: 3 and 6
+    assert [len(params_M) for params_M, _ in seen] == [2, 2, 1, 1]  # a merge after round 3
     after = oracle.running_averages([params_M for params_M, _ in seen[:2]], 0.3)
     np.testing.assert_allclose([average_M for _, average_M in seen[:2]], after, rtol=1e-5)
     last = 0.3 * seen[-2][1] + 0.7 * seen[-1][0]
@@ -76,11 +78,11 @@ def test_a_running_average_is_reported_and_resumed_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(whole.params["w"], seen[-1][1][0])
     evals = events(tmp_path / "whole", "eval")
     assert {e["average"] for e in evals} == {0.3} and evals[-1]["loss"] == whole.loss
-    stop_at(tmp_path / "r", at_read=10, settings=settings)
+    stop_at(tmp_path / "r", at_read=5, settings=settings)
     assert_same_end(run(tmp_path / "r", settings), whole)
     # A finished run measures its consensus anew, and gives the same.
     assert run(tmp_path / "r", settings).loss == whole.loss
-    said = "after round 7, running average over rounds (0.3 of the old)"
+    said = "after round 4, running average over rounds (0.3 of the old)"
     assert said in (tmp_path / "r" / "report" / "index.html").read_text()
 
 
@@ -229,14 +231,17 @@ def test_another_optimizer_than_the_checkpoints_is_named(stopped):
     assert "\n" not in str(refused.value)
 
 
-def test_another_number_of_devices_takes_the_same_decisions(
-    stopped, whole, monkeypatch, one_device
-):
+def test_another_number_of_devices_takes_the_same_decisions(tmp_path, monkeypatch, one_device):
+    two = {"num_trainers": 1, "num_workers": 2}
+    settings = settings_of(**GROWING | {"num_rounds": 4, "ensemble": two})
+    whole = run(tmp_path / "whole", settings)
+    stop_at(tmp_path / "r", at_read=5, settings=settings)
     monkeypatch.setattr(jax, "devices", lambda: one_device[:2])
-    result = run(stopped)
+    result = run(tmp_path / "r", settings)
     found, expected = (dataclasses.replace(r.state.control, trainers=[]) for r in (result, whole))
     assert found == expected
-    rounds = [[e for e in lines(w) if e["event"] == "round"] for w in (stopped, whole.workdir)]
+    rounds = [[e for e in lines(r.workdir) if e["event"] == "round"] for r in (result, whole)]
+    assert max(e["num_accum_steps"] for e in rounds[1]) > 1
     for name in ("trainer", "workers", "requested_batch_size", "num_accum_steps", "tokens"):
         assert [e[name] for e in rounds[0]] == [e[name] for e in rounds[1]]
     np.testing.assert_allclose(

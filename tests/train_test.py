@@ -258,10 +258,10 @@ def test_trees_that_fit_accepts_are_saved_resumed_and_exported(tmp_path):
     trees = {key: tree for key, (tree, _) in TREES.items()}
     own = {"init_fn": lambda key: trees, "loss_fn": sum_of_losses}
     alone = {"init_fn": lambda key: W, "loss_fn": lambda w, rows: bigram_loss({"w": w}, rows)}
-    for num_rounds in (1, 2):
-        settings = settings_of(num_rounds=num_rounds, **SHORT)
-        result = run(tmp_path / "r", settings, **own)
-        expected = run(tmp_path / "alone", settings, **alone)  # an array is a tree, too
+    first, both = (settings_of(num_rounds=rounds, ensemble=ONE, **SHORT) for rounds in (1, 2))
+    run(tmp_path / "r", first, **own)
+    result = run(tmp_path / "r", both, **own)
+    expected = run(tmp_path / "alone", both, **alone)  # an array is a tree, too
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 1]
     assert jax.tree.structure(result.params) == jax.tree.structure(trees)
     assert result.loss == pytest.approx(len(trees) * expected.loss, rel=1e-3)
@@ -297,6 +297,7 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path):
         num_rounds=3,
         ensemble={"num_trainers": 2, "num_workers": 3},
         inner={"steps_per_round": 20},
+        batching={"test": "constant"},
         merge={"every_rounds": 2, "max_barrier": 0.01, "on_refusal": "retire"},
     )
     result = run(
