@@ -131,6 +131,13 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     assert len(long) == 240 and long.endswith("…")
 
 
+def test_a_warning_says_that_most_documents_are_left_out(tmp_path):
+    path = write_documents(tmp_path, numbered_documents(40))
+    path.write_text(path.read_text() + '{"text": 1}\n' * 60)
+    corpus = load(path, skip_bad=60)
+    assert "\nwarning: 60 of 100 documents are left out\n" in corpus.describe() + "\n"
+
+
 # --- Documents that are held out too ----------------------------------------------------------
 
 

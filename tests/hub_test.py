@@ -169,3 +169,6 @@ def test_a_cache_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, monkeypatch
     for _ in range(2):
         hub.download("somebody/llama", [], one_of=["*.safetensors"], where="model")
     assert asked == [True, False, True]
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    hub.download("somebody/llama", [], one_of=["*.safetensors"], where="model")
+    assert asked[3:] == [True, False]

@@ -172,14 +172,15 @@ class Corpus:
         return text
 
     def _warning_of_left_out(self) -> str:
-        """Return a warning, on a new line, if most chats are left out; else an empty text."""
+        """Return a warning, on a new line, if most texts are left out; else an empty text."""
         manifest = self.manifest
+        kind = "chats" if manifest.loss else "documents"  # only chats have a `loss`
         left_out = manifest.dropped + manifest.rejected + manifest.bad
         in_rows = sum(manifest.documents)  # to train on, and held out
         total = in_rows + manifest.copies + left_out
         if 2 * left_out <= total:
             return ""
-        line = f"\nwarning: {left_out} of {total} chats are left out"
+        line = f"\nwarning: {left_out} of {total} {kind} are left out"
         if manifest.dropped:
             line += f", {manifest.dropped} because data.sequence_length ends before their answer"
         return line

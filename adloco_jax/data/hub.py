@@ -136,13 +136,17 @@ def download(
 def _has_all_shards(folder: Path) -> bool:
     """Return whether a folder has all files that an index of weights in it names.
 
-    Older versions of the hub's library return a folder in which files are missing. Raises OSError
-    or ValueError if an index cannot be read, or is not JSON.
+    It is False, too, if an index is damaged; then the caller reads the folder from the hub. Older
+    versions of the hub's library return a folder in which files are missing. Raises OSError or
+    ValueError if an index cannot be read, or is not JSON.
     """
     for index in folder.glob("*.index.json"):
-        # A "weight_map" gives for the name of each weight the name of its file.
-        shards = json.loads(index.read_text())["weight_map"].values()
-        if not all((folder / shard).exists() for shard in {*shards}):
+        content = json.loads(index.read_text())
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict):  # by the name of a weight, the name of its file
+            return False
+        shards = {str(shard) for shard in weight_map.values()}
+        if not all((folder / shard).exists() for shard in shards):
             return False
     return True
 
