@@ -286,5 +286,7 @@ def test_weights_come_from_an_address(tmp_path, bucket, copied):
     with pytest.raises(DataError, match=f"^{address}/model.safetensors: damaged"):
         hf.load(address)
     weights.unlink()
+    (tmp_path / "model" / "original").mkdir()
+    (tmp_path / "model" / "original" / "model.safetensors").write_text("in a folder")
     with pytest.raises(ConfigError, match=r"model.init_from=s3://texts/n: it has no file"):
         hf.load(bucket(tmp_path / "model", "n"))

@@ -150,6 +150,24 @@ def test_a_file_of_the_cache_is_hashed_once_and_again_after_a_change(tmp_path, m
         hub.download("a/b", [], **given)
 
 
+def test_files_in_folders_of_a_repository_do_not_choose_what_is_read(tmp_path, monkeypatch):
+    (tmp_path / "vocab.json").touch()
+    asked = []
+
+    def snapshot(name, *, allow_patterns, local_files_only, **_):
+        if local_files_only:
+            raise OSError
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    files = [mock.Mock(rfilename=name) for name in ("original/tokenizer.model", "vocab.json")]
+    api = mock.Mock(model_info=lambda *_, **__: mock.Mock(siblings=files))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    hub.download("somebody/llama", [], one_of=["*.model", "vocab.*"], where="model")
+    assert asked == ["vocab.*"]
+
+
 def test_a_cache_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, monkeypatch):
     names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

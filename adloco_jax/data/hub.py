@@ -126,6 +126,8 @@ def download(
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
+            # In a pattern * also stands for /, but files of folders in the repository do not serve.
+            names = [name for name in names if "/" not in name]
             pattern = first_match(names, one_of, where, hint)
             folder = get(pattern)
     for file in sorted(folder.rglob("*")):
