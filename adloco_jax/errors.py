@@ -65,12 +65,12 @@ def in_bytes(value: float) -> str:
     return f"{value:,.4g} {units[power]}"
 
 
-def check_installed(package: str, extra: str, where: str) -> None:
+def check_installed(package: str, *, where: str, extra: str = "") -> None:
     """Raise ConfigError unless a package is installed.
 
-    `extra` is the extra of adloco_jax that installs it. If it is empty, adloco_jax itself requires
-    the package, but only on platforms for which the package has a wheel. `where` says what needs
-    it, at the beginning of the message.
+    `where` says what needs it, at the beginning of the message. `extra` is the extra of adloco_jax
+    that installs it. If it is empty, adloco_jax itself requires the package, but only on platforms
+    for which the package has a wheel.
     """
     if importlib.util.find_spec(package) is not None:
         return

@@ -100,8 +100,8 @@ def max_object_bytes(form: PyTree) -> int:
 def check_possible(settings: Settings, folder: Path) -> None:
     """Check that a run can use learners through the bucket at its address `engine.address`.
 
-    `folder` is the run's; in its folder `learners` the files `key` and `id` have the secret key and
-    the run's id.
+    `folder` is the run's. In its folder `learners` the file `id` has the run's id, and the file
+    `key` the secret key with which objects are signed, unless `ADLOCO_KEY` has it.
 
     Raises:
       ConfigError: If obstore is missing, `ADLOCO_KEY` is too short, or the address is no bucket; or
@@ -109,8 +109,9 @@ def check_possible(settings: Settings, folder: Path) -> None:
         objects that it should keep.
       ResourceError: If the bucket cannot be reached.
     """
-    check_installed("obstore", "", "engine.kind = bucket")
-    bucket = store.open_bucket(settings.engine.address, find_key(folder / "learners" / "key"))
+    check_installed("obstore", where="engine.kind = bucket")
+    key = find_key(folder / "learners" / "key")  # ADLOCO_KEY, else the file's, else a new one
+    bucket = store.open_bucket(settings.engine.address, key)
     check_continues(bucket, settings, folder / "learners" / "id")
 
     # Try to write an object, an empty message, twice. `create` keeps an object that is there, and
@@ -239,16 +240,18 @@ def driving(
 
 
 def _own_description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescription:
-    """Return the description of the driver's run: that in the bucket, or a new one.
+    """Return the description of the driver's run: that in the bucket, else a new one, not written.
 
-    The file at `path` has the run's id; a new id is written if it is missing. Raises ConfigError if
-    the bucket holds another run, or a `run.json` that is damaged.
+    `setup` is what learners are made from. The file at `path` has the run's id; a new id is written
+    if it is missing. Raises ConfigError if the bucket holds another run, or a `run.json` that is
+    damaged.
     """
     run = _read_description(bucket, path)
     if run is not None:
         return run
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():  # else learners of this run may be waiting
+    # An id that is there stays: learners that have read it before wait for a driver of this run.
+    if not path.exists():
         path.write_text(uuid.uuid4().hex, "utf-8")
     return RunDescription(
         id=path.read_text("utf-8"),
@@ -257,7 +260,7 @@ def _own_description(bucket: Store, setup: LearnerSetup, path: Path) -> RunDescr
         commit=setup.commit,
         base=setup.base.fingerprint,
         settings=setup.settings.model_dump(),
-        by_fit=setup.by_fit,
+        by_fit=setup.by_fit,  # learners cannot make the model of a caller of `fit` themselves
     )
 
 
@@ -443,7 +446,8 @@ class BucketTransport:
         self._count = itertools.count(1)  # numbers own heartbeats; `become_next_driver` wrote 0
         # A request that takes longer than this makes the link suspect (`_is_cut_off`).
         self._late_s = setup.settings.engine.heartbeat_s / SIGNS
-        self._sign_s = math.inf  # when the sign of life under way began; infinity: none is
+        # When the writing of a heartbeat began; infinity: none is being written.
+        self._sign_began_s = math.inf
         self._returned_s = 0.0  # when a look at a learner's heartbeat last returned
         self._writing = threading.Lock()  # held while a heartbeat is made and written
         self._is_closed = False  # set by `close`: only the last heartbeat is still to be written
@@ -457,14 +461,14 @@ class BucketTransport:
         Raises ResourceError if `run.json` names a later driver, which has taken over, or the bucket
         cannot be reached.
         """
-        self._sign_s = time.monotonic()
+        self._sign_began_s = time.monotonic()  # if it takes long, `_is_cut_off` notices
         found = self._store.valid_message("run.json", RunDescription)  # None: gone or damaged
         if found is not None and found.id == self._run.id and found.driver > self._generation:
             raise ResourceError(f"{self._store.url}: another driver has taken over")
         if found != self._run:
             self._store.put("run.json", store.to_json(self._run))
         self._write_heartbeat()
-        self._sign_s = math.inf
+        self._sign_began_s = math.inf
 
     def _write_heartbeat(self, *, is_over: bool = False, has_ended: bool = False) -> None:
         """Write the driver's heartbeat, which lists all places, and the requests in each.
@@ -632,7 +636,7 @@ class BucketTransport:
         one began.
         """
         late_since_s = time.monotonic() - self._late_s  # what began before takes too long
-        if self._sign_s < late_since_s:  # infinity if none is under way
+        if self._sign_began_s < late_since_s:  # never if it is infinity
             return True
         for exchange in self._exchanges.values():
             is_under_way = exchange.look is not None and not exchange.look.done()

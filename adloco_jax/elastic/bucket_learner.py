@@ -86,7 +86,7 @@ def opened(address: str, patience_s: float, key: bytes | None) -> Iterator[Store
         keys cannot be written.
     """
     if not is_ticket(address):
-        check_installed("obstore", "", "adloco join")
+        check_installed("obstore", where="adloco join")
         secret = given_key()
         if not secret:
             raise ConfigError(

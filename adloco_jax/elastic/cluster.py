@@ -75,7 +75,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
 
     The arguments, which every transport's check gets, do not matter.
     """
-    check_installed("ray", "ray", "engine.kind = ray")
+    check_installed("ray", where="engine.kind = ray", extra="ray")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         raise ConfigError(
             "engine.kind = ray: this process is connected to Ray already; call ray.shutdown() first"

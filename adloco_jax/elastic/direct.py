@@ -1,8 +1,9 @@
 """Objects over iroh: a driver is reached by its public key, encrypted, through NAT and relays.
 
 This is what both sides share, and the learner's side, `Remote`; the driver's is `served`. iroh is
-asynchronous: its coroutines run in one thread (`wait_for`). An endpoint is one side's socket; its
-id is a public key. A connection of two endpoints has streams, each with a sending and a receiving
+asynchronous: its coroutines run in one thread (`wait_for`). A ticket is the text with which a
+learner finds a driver, such as a user sends to others. An endpoint is one side's socket; its id is
+a public key. A connection of two endpoints has streams, each with a sending and a receiving
 end. A stream carries one request: a `Question` with what is to be written, then an `Answer` with
 what was read. A relay is a server that passes packets on between computers that cannot reach each
 other. The wheel of iroh has no types, so its objects are `Any`.
@@ -104,14 +105,14 @@ def read_ticket(text: str) -> Ticket:
 
     Spaces and lower case do not matter. Raises ConfigError if the text is no ticket, or not whole.
     """
-    letters = "".join(text.split()).upper()[len(_PREFIX) :]
+    letters = "".join(text.split()).upper()[len(_PREFIX) :]  # without "adloco-"
     padding = "=" * (-len(letters) % 8)  # base32 wants groups of 8
     try:
         content = base64.b32decode(letters + padding)
         body = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
             raise ValueError  # becomes the ConfigError below
-        fields = io.BytesIO(body[1:])
+        fields = io.BytesIO(body[1:])  # in the order in which `Ticket.__str__` writes them
         key = fields.read(_KEY_BYTES)
         secret = fields.read(SECRET_BYTES)
         count = fields.read(1)[0]
@@ -127,7 +128,7 @@ def read_ticket(text: str) -> Ticket:
         relay = fields.read().decode()
         return Ticket(key, secret, tuple(addresses), relay)
     except (ValueError, IndexError) as error:
-        shown = text[:_SHOWN_CHARACTERS]
+        shown = text[:_SHOWN_CHARACTERS]  # so short that the secret is not in it
         raise ConfigError(
             f"{shown}: no ticket of this version of adloco_jax, or not all of it; adloco ticket RUN"
             " prints it where the driver is"
@@ -366,7 +367,7 @@ class Remote:
         `close`. Raises ConfigError if `text` is no ticket, or iroh is missing; ResourceError if the
         user's folder of keys cannot be written.
         """
-        check_installed("iroh", "", "a ticket")
+        check_installed("iroh", where="a ticket")
         self.ticket = read_ticket(text)
         self.address = f"{text[: len(_PREFIX) + 8]}…"  # for messages, without the secret
         self._lock: filelock.FileLock | None = None

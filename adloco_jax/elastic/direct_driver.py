@@ -100,7 +100,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
     Raises ConfigError if iroh is missing, `engine.address` or `engine.relay` is no address, or the
     folder has another run or other settings.
     """
-    check_installed("iroh", "", "engine.kind = direct")
+    check_installed("iroh", where="engine.kind = direct")
     _check_address(settings.engine.address)
     _check_relay(settings.engine.relay)
     learners = folder / "learners"

@@ -221,12 +221,13 @@ class ElasticEngine:
             sync_bytes=self.spec.sync_bytes,
             counted=counted,
         )
-        control.norms = self._accepted_norms
-        control, decided = decide(control, _by_trainer(ended), plans)
+        control.norms = self._accepted_norms  # as `_judge` has set them
+        control, decided = decide(control, _stats_by_trainer(ended), plans)
 
         ensemble, outcomes = self._outer_updates(state, ended)
 
-        # Collect the fields of the ledger's lines, one line for each round.
+        # Collect the fields of the ledger's lines, one line for each round: each has an equal share
+        # of the bytes that were sent, and of the learners' seconds.
         shares = self._shares(len(ended))
         lines = {}
         for m, each in ended.items():
@@ -346,7 +347,11 @@ class ElasticEngine:
             self._accepted_norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
 
     def _say_progress(self, control: Control) -> None:
-        """Print what the driver waits for, if that takes long: at `_tell_s`, then each `TELL_S`."""
+        """Print what the driver waits for, if that takes long: at `_tell_s`, then each `TELL_S`.
+
+        The line has the next round of the slowest trainer, which `control.round` counts; its counts
+        of responses are of all rounds under way (`self.rounds`).
+        """
         if time.monotonic() < self._tell_s:
             return
         self._tell_s = time.monotonic() + TELL_S
@@ -911,7 +916,7 @@ def _concatenated(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def _by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
+def _stats_by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
     """Collect the gradient statistics of the workers whose responses count, by trainer id.
 
     `ended` has the rounds by trainer id. Each field of the statistics is an array float64 [R], as

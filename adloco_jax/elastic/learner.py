@@ -8,10 +8,10 @@ updates, `T` that of micro-batches, `B` that of sequences and `L` that of their 
 state without a letter is that of one worker, in NumPy and without axis R.
 
 A learner has a place in a run: its number, and its incarnation, which counts the learners that had
-the number before. A stall is the time in which a round waits for compilation. Programs run an
-ensemble, which has trainers and their workers; here it has one of each. A worker's difference is
-its trainer's parameters minus its own. To pack is to quantise to a precision, such as int4, for
-sending.
+the number before. A stall is the time in which a round waits for compilation. A worker's stream is
+the order in which it reads rows; its number is the worker's id. Programs run an ensemble, which has
+trainers and their workers; here it has one of each. A worker's difference is its trainer's
+parameters minus its own. To pack is to quantise to a precision, such as int4, for sending.
 """
 
 import dataclasses
@@ -398,10 +398,13 @@ class Learner:
         rate_TR = inputs.rate_T.repeat(num_smaller)[:, None]
         reads_R3 = np.array([key], np.int32)  # which rows are read; random keys are made from it
         calls = calls_of(group, rows_T1B, rate_TR, reads_R3, spec)  # of the compiled program
-        # `measured` has the losses and skipped updates of each call.
+        # `measured` has the losses and skipped updates of each call. The ensemble is not needed any
+        # more, as the driver makes the outer update; norms come from Streaming DiLoCo only, which
+        # learners cannot run.
         _, workers, measured, _ = inner_round(self.programs, alone, group, calls)
 
-        # Pack the difference to send, and keep the state with which the next round begins.
+        # Pack the difference to send, which is not quantised if the trainer has no other worker
+        # (`is_single`). Keep the state with which the next round begins.
         ended = workers.replace(inner_state_R=None)  # only its parameters are needed
         sent = _packed_difference(params_M, ended, request.precision(spec), request.is_single)
         if not spec.reset_inner_state:

@@ -92,7 +92,8 @@ class LearnerPool:
         self._calls: dict[Call, PendingCall] = {}  # those that have not been answered yet
         self._connection = contextlib.ExitStack()  # has entered the transport, to close it
         self._looked_s = time.monotonic()  # when the driver last looked for responses
-        self._ended_up_s = 0.0  # how long processes that have ended were up, all together
+        # How long processes that have ended were up, all together; a part of `up_s`.
+        self._ended_up_s = 0.0
         # Two counts, which the engine sets back when it writes them to the ledger.
         self.lost_s = 0.0  # seconds between a learner's last report of what it did and its loss
         self.wire_bytes = 0  # sent and received
@@ -482,12 +483,13 @@ class LearnerPool:
         """
         before = self.learners[number]
         now_s = time.monotonic()
-        failures = before.failures  # of the processes before this one
+        # Of the processes before this one; infinity if `_admit` has found that all would fail.
+        failures = before.failures
         if before.joined:
             failures = 0.0
         elif has_run:
             failures += 1
-        if has_run:
+        if has_run:  # `up_s` counts it from now on as one that has ended
             self._ended_up_s += now_s - before.started_s
         self._kill(number)
         self.learners[number] = LearnerRecord(

@@ -180,7 +180,8 @@ class Server:
         self._room = _Room(most_bytes)
         self._owners: dict[RequestId, str] = {}  # ids of learners, by the place they have taken
         self._connections: dict[str, list[Any]] = {}  # by the id of the learner
-        self._num_strangers = 0  # connections that have not said the secret yet
+        # Connections that have not said the secret yet; `accept` limits their number.
+        self._num_strangers = 0
         self._noted: set[tuple[str, str]] = set()  # learner and fault that were printed
         self._turned_away = 0  # strangers that were not let in
         self._told_s = -math.inf  # when this number was last printed
@@ -228,7 +229,8 @@ class Server:
     async def _serve(self, incoming: Any) -> None:
         """Let a learner in, and answer its requests as long as it is connected.
 
-        `incoming` is a connection of iroh that is not accepted yet.
+        Until it is let in it counts as a stranger. `incoming` is a connection of iroh that is not
+        accepted yet.
         """
         connection = None
         self._num_strangers += 1
@@ -245,7 +247,7 @@ class Server:
         if connection is None:
             return
         if not is_let_in:
-            self._turn_away()
+            self._count_turned_away()
             await asyncio.sleep(_CLOSING_S)  # the answer is on its way, and closing would lose it
             connection.close(1, b"not let in")  # 1: a code that nobody reads
             return
@@ -255,11 +257,11 @@ class Server:
         of_learner.append(connection)
         if len(of_learner) > _MOST_CONNECTIONS:
             of_learner[0].close(2, b"too many connections")  # 2: a code that nobody reads
-        watch = asyncio.ensure_future(self._watch(connection, peer))
+        telling = asyncio.ensure_future(self._say_path(connection, peer))
         try:
             await self._answer_all(connection, peer)  # until the connection is closed
         finally:
-            watch.cancel()
+            telling.cancel()
             of_learner.remove(connection)
             if not of_learner:
                 del self._connections[peer]
@@ -284,14 +286,14 @@ class Server:
         await direct.send_message(stream.send(), answer)
         return answer.status == "done"
 
-    def _turn_away(self) -> None:
+    def _count_turned_away(self) -> None:
         """Count a stranger that was not let in; print the number, at most once a minute."""
         self._turned_away += 1
         if time.monotonic() > self._told_s + _TELL_S:
             self._told_s = time.monotonic()
             say(f"turned away without the run's secret, or silent: {self._turned_away} so far")
 
-    async def _watch(self, connection: Any, peer: str) -> None:
+    async def _say_path(self, connection: Any, peer: str) -> None:
         """Print which path a learner's packets take, now and when it changes; end if cancelled."""
         await asyncio.sleep(_MEASURED_S)
         told = ""  # the path that was printed last
