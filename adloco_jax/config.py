@@ -324,7 +324,9 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
 
     Sets `batch_cap`, which limits a worker's batch; `max_batch_size`, which limits a micro-batch,
     of which a batch may have several (None if memory decides); and `buckets`, the sizes of
-    micro-batches. `tests` is the table of batch-size tests.
+    micro-batches, for each of which programs are compiled. `tests` is the table of batch-size
+    tests. A test may ask for more workers, longer rounds or a larger batch; `batching.growth` lists
+    those of the three that may grow.
     """
     first = batching.initial_batch_size
     is_measured = tests[batching.test].needs != "nothing"  # else a schedule sets the batch
@@ -344,7 +346,9 @@ def _with_limits(batching: BatchingSettings, tests: Mapping[str, Any]) -> Batchi
         most = largest
     if batching.buckets:
         sizes = [*batching.buckets]
-    elif grows:  # 1, 2, 3, 4, 6, 8, 12, ...: powers of two, and one and a half times each
+    # 1, 2, 3, 4, 6, 8, 12, ...: powers of two, and one and a half times each. So few programs are
+    # compiled, and rounding a batch up to one of these adds less than half to it.
+    elif grows:
         powers = [2**n for n in range(most.bit_length())]
         between = [3 * power // 2 for power in powers[1:]]
         sizes = [*powers, *between, most]

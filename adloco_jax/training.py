@@ -110,6 +110,10 @@ def train(
         another learning rate.
       accept_data_change: Whether a resumed run may continue with other data.
 
+    Returns:
+      A `Result` with the run's folder (`workdir`), the parameters of the consensus model
+      (`params`), its held-out loss (`loss`), and the final `state`.
+
     Raises:
       ConfigError: If the config or the folder cannot be used. Nothing is compiled or created (in a
         bucket an object is written and deleted).
@@ -191,14 +195,20 @@ def fit(
         if `mode.remat` (`engine.memory.Mode`) says so. None: `loss_fn`, without.
       eval_loss_fn: `eval_loss_fn(params, rows)`, for held-out losses. None: `loss_fn`, whose `key`
         must then have a default, such as None for no dropout.
-      label_params: Labels each parameter, for Muon and others that treat matrices, embeddings and
-        heads unlike; docs/extend.md. None: by names, and refused if these do not say.
+      label_params: `label_params(params)` returns a tree like `params` with "matrix", "embedding",
+        "head" or "other" for each parameter (docs/extend.md), for Muon and others that treat these
+        kinds unlike. None: by names, and refused if these do not say.
       on_round: `on_round(state, lines)` is called after each round; `lines` are the ledger's since
-        the last call, such as `round` and `eval`. A failed round is repeated.
+        the last call, such as `round` and `eval`. If a round fails, the run goes on from its newest
+        checkpoint: `on_round` is called again for rounds that are repeated.
       command: The command line, for the ledger and the report.
       accept_config_change: Whether a resumed run may continue with changed settings, such as
         another learning rate.
       accept_data_change: Whether a resumed run may continue with other data.
+
+    Returns:
+      A `Result` with the run's folder (`workdir`), the parameters of the consensus model
+      (`params`), its held-out loss (`loss`), and the final `state`.
 
     Raises:
       ConfigError: For an argument that cannot be used, an optimizer that the settings also name, or

@@ -9,6 +9,7 @@ import threading
 from adloco_jax import errors
 from adloco_jax.cli.names import add_entries
 from adloco_jax.elastic.child import end_with_parent
+from adloco_jax.engine.spec import TAKEN
 from adloco_jax.errors import UserError
 from adloco_jax.run.join import join
 
@@ -22,11 +23,11 @@ def main() -> int:
     """
     # An error on another thread must end the process, because nobody waits for the thread.
     threading.excepthook = lambda failed: errors.end_process(failed.exc_value)
-    # The share of a GPU's memory that JAX takes; its default is 0.75.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    # The share of a GPU's memory that JAX takes; its default, 0.75, would leave a quarter unused.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(TAKEN))
     start = json.loads(sys.stdin.buffer.readline())
     end_with_parent()  # from here on: when the standard input ends, since the driver has then ended
-    if start["secret"]:
+    if start["secret"]:  # of a bucket, whose objects `join` signs with it
         os.environ["ADLOCO_KEY"] = start["secret"]
     try:
         # Config files may add entries to tables, such as an optimizer, which the run names.
@@ -34,7 +35,8 @@ def main() -> int:
             add_entries(config)
         join(
             start["address"],
-            # The driver, on this computer, reads the same data and has the same files.
+            # The driver, on this computer, reads the same data and has the same files. So no
+            # setting that names files has a value of its own here.
             own={},
             accepts_data=True,
             patience_s=math.inf,  # `end_with_parent` ends this process if the driver is gone

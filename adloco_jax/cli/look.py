@@ -14,7 +14,7 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data.formats import with_tuples
 from adloco_jax.engine.fitting import fitting_choice
 from adloco_jax.engine.programs import use_compilation_cache
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import TAKEN, here
 from adloco_jax.errors import UserError
 
 
@@ -23,8 +23,8 @@ def main() -> int:
 
     If none fit, or a config file is faulty, the line is the error in words.
     """
-    # The share of a GPU's memory that JAX takes; its default is 0.75.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    # The share of a GPU's memory that JAX takes; its default, 0.75, would leave a quarter unused.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(TAKEN))
     asked = json.loads(sys.stdin.buffer.readline())
     try:
         for config in asked["configs"]:

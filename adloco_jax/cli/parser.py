@@ -164,7 +164,9 @@ def _matching(pattern: str, example: str) -> Callable[[str], str]:
     return check
 
 
-# Each of the next functions declares the options of a command; its docstring is the command's help.
+# Each of the next functions declares the options of a command on the command's parser. Its
+# docstring is the command's help. In an `example`, `Parser.error` replaces {run} by the folder of a
+# run.
 
 _ENTRIES_HELP = "the run's config file, to execute if it adds a table entry of the run"
 

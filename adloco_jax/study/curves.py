@@ -262,7 +262,8 @@ def seconds_by_use(events: Sequence[dict]) -> dict[str, float]:
 
     The uses: `start` (of each process until its first round, without compilation), `compile`
     (waiting for compilation before the first round), `rounds`, `stall` (the part of `rounds` in
-    which they waited for compilation) and `eval`.
+    which they waited for compilation) and `eval`. Seconds that a line lacks, or that are null
+    because they were not measured, count as zero.
     """
     starts = lines(events, "start")
     waited_s = sum(e.get("stall_s", 0.0) for e in starts)

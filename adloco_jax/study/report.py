@@ -24,7 +24,8 @@ from adloco_jax.study.curves import RunRecord, Variant
 
 __all__ = ["conclude", "write"]
 
-# Columns of the table of totals: the name in `_totals_with_gathering`, and the format.
+# Columns of the table of totals, by heading: the total's name in what `_totals_with_gathering`
+# returns, and the function that makes a text of it.
 _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss (nats)": ("loss", summary.number),
     "accuracy": ("accuracy", "{:.3f}".format),
@@ -183,14 +184,16 @@ def _page(variants: Sequence[Variant], panels: Mapping[str, Panel], command: str
 def _totals_table(variants: Sequence[Variant]) -> str:
     """Return the HTML of the table of totals, a row for each variant.
 
-    A total that no run has is left out. With several variants, the rows are the charts' legend too.
+    The totals are those of `_TOTALS`. To gather is to bring all trainers' parameters to one place,
+    for a consensus that is their average; that counts here. A total that no run has is left out.
+    With several variants, the rows are the charts' legend too.
     """
     caption = "Synchronisations are blocking and summed over trainers."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " With several seeds: the median (minimum – maximum)."
     measured = [[_totals_with_gathering(run) for run in variant.runs] for variant in variants]
     rows: list[dict[str, str]] = [{"run": variant.label} for variant in variants]
-    for title, (name, shown) in _TOTALS.items():
+    for title, (name, shown) in _TOTALS.items():  # `shown` makes a text of the total
         by_variant = [[found[name] for found in runs] for runs in measured]
         is_known = any(value is not None for values in by_variant for value in values)
         if not is_known:
@@ -217,6 +220,7 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _num_rounds(run: RunRecord) -> int:
+    """Return the number of a run's newest completed round."""
     return summary.totals(run.events)["rounds"]
 
 

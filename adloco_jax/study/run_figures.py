@@ -27,7 +27,7 @@ _TEXT_PX = 13  # height of a line of text
 def life(run: RunRecord) -> str:
     """Draw the trainers of a run over its rounds, each as bars in a lane, and its merges.
 
-    A lane is a horizontal strip of the figure. Returns the HTML of the figure.
+    The run has completed a round at least. Returns the HTML of the figure.
     """
     rounds = curves.lines(run.events, "round")
     merged = curves.lines(run.events, "merge")
@@ -38,7 +38,7 @@ def life(run: RunRecord) -> str:
     # A lane is at most 32 pixels high; less if all would not fit 320, but at least 9 to be seen.
     lane_px = max(9, min(32, 320 // len(order)))
     numbers = [e["round"] for e in rounds]
-    x = _across([min(numbers) - 1, *numbers])  # a round is drawn from the end of the one before
+    x = _round_axis([min(numbers) - 1, *numbers])  # a round is drawn from the end of the one before
     looks = loss.trainer_looks(run)  # by trainer: the CSS class of its colour, and its label
     most = max(1, *map(_batch, rounds))  # the largest batch; 1 if no worker ever counted
     body = ""
@@ -64,7 +64,7 @@ def life(run: RunRecord) -> str:
     return figure(drawn.html(), text)
 
 
-def _across(rounds: Iterable[float]) -> Axis:
+def _round_axis(rounds: Iterable[float]) -> Axis:
     """Make the horizontal axis of a figure over rounds."""
     return chart.axis("round", rounds, whole=True, max_ticks=8)
 
@@ -231,7 +231,7 @@ def rounds(run: RunRecord) -> str:
                 all_y += y
         if any(map(math.isfinite, all_y)):  # else the run has no such value
             y_axis = chart.axis(label, all_y, base=base)
-            drawn += chart.chart(_across(all_x), y_axis, lines, title=label).html()
+            drawn += chart.chart(_round_axis(all_x), y_axis, lines, title=label).html()
     test = run.start["config"]["batching"]["test"]
     text = (
         "The batch that a trainer requested (solid) and that its updates used (dashed); a device"

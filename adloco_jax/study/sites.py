@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from adloco_jax.engine.spec import ProgramSpec
 from adloco_jax.errors import ConfigError
@@ -141,7 +142,7 @@ def measured_tokens_per_s(batching: BatchingSettings, spec: ProgramSpec) -> floa
         loss_fn = functools.partial(loss_fn, base=base)
 
     @jax.jit
-    def update(params, state, rows_B):
+    def update(params: PyTree, state: PyTree, rows_B: PyTree) -> tuple[PyTree, PyTree]:
         """Make one update of the inner optimizer; return the parameters and its state."""
         grads = jax.grad(loss_fn)(params, rows_B)
         changes, state = spec.inner_tx.update(grads, state, params)

@@ -2,8 +2,10 @@
 
 They are computed from the lines of its ledger, its log: dicts with their kind under `event`. A
 trainer is a model in training; its workers train copies of it. A learner is another process that
-trains workers; a worker's round counts if its result came in time and was used. The consensus is
-the model that stands for all trainers.
+trains workers; a worker's round counts if its result came in time and was used. `USES` names what a
+learner does with its time. The consensus is the model that stands for all trainers. A
+synchronisation counts as blocking, as if workers waited for it, also where Streaming DiLoCo lets
+them go on.
 """
 
 import itertools
@@ -71,8 +73,10 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *printed[1:], "", *facts])
 
 
-# What can go wrong with a learner or with its round: `what` of a `learner` line.
-_TROUBLES = ("lost", "late", "clipped", "rejected", "refused")
+# What can go wrong with a learner or with its round: `what` of a `learner` line. Late: it had not
+# answered when the round ended. Clipped: its update was scaled down. Rejected: its update was not
+# finite. Refused: it sent something else than was asked for.
+_LEARNER_FAULTS = ("lost", "late", "clipped", "rejected", "refused")
 
 
 def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
@@ -133,7 +137,7 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
         participation = counted / expected
     # How often each thing that can go wrong with a learner has happened.
     happened = [e["what"] for e in lines(events, "learner")]
-    num_troubles = {f"learners_{what}": happened.count(what) for what in _TROUBLES}
+    num_troubles = {f"learners_{what}": happened.count(what) for what in _LEARNER_FAULTS}
     learners_s = {}  # seconds of all learners by use
     for use in (*USES, "lost"):
         learners_s[f"learners_{use}_s"] = sum(e.get(f"{use}_s") or 0.0 for e in in_learners)
@@ -240,7 +244,7 @@ def _group_key(event: dict) -> tuple:
 def totals_as_text(t: dict) -> list[tuple[str, str]]:
     """Return what `totals` returned as pairs of a name and a text, in the order of the table.
 
-    An empty name continues the line before.
+    An empty name continues the line before. The held-out loss and other scores come last.
     """
     run_s = {
         "start": t["start_s"],
@@ -281,7 +285,7 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
     if t["tokens_per_s"] is not None:
         facts["speed"] = f"{t['tokens_per_s']:,.0f} tokens/s"
     if t["participation"] is not None:
-        facts["learners"] = ", ".join(f"{t[f'learners_{what}']} {what}" for what in _TROUBLES)
+        facts["learners"] = ", ".join(f"{t[f'learners_{what}']} {what}" for what in _LEARNER_FAULTS)
         counted = f"{t['worker_rounds_counted']:,} of {t['worker_rounds']:,}"
         facts["participation"] = f"{t['participation']:.1%}: {counted} workers' rounds counted"
     if t["goodput"] is not None:

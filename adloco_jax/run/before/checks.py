@@ -46,7 +46,8 @@ from adloco_jax.run.kept.checkpoint import list_rounds, shapes
 from adloco_jax.run.kept.folder import check_config
 from adloco_jax.settings import OPTIONS, InnerSettings, OuterSettings, Settings
 
-_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
+# What an object must have to be the rows of a caller of `fit`: the members of the protocol `Rows`.
+_ROWS_MEMBERS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
 
 
 def check_inputs(
@@ -235,7 +236,7 @@ def _checked_heldout_rows(corpus: Any) -> np.ndarray:
     Raises ConfigError if the object lacks a member of `Rows`, or its held-out rows are no array of
     ids [E, L + 1].
     """
-    lacks = [name for name in _ROWS if not hasattr(corpus, name)]
+    lacks = [name for name in _ROWS_MEMBERS if not hasattr(corpus, name)]
     if lacks:
         raise ConfigError(
             f"corpus: {_type_in_words(corpus)} without {', '.join(lacks)}; give ArrayRows, or an"
@@ -251,7 +252,7 @@ def _checked_heldout_rows(corpus: Any) -> np.ndarray:
 
 
 # The options that describe an optimizer, which do not act on one that the caller gives.
-_OF_OPTIMIZERS = {
+_OPTIMIZER_OPTIONS = {
     "inner": "tx learning_rate warmup_updates schedule final_lr_frac weight_decay decay beta1"
     " beta2",
     "outer": "tx learning_rate momentum",
@@ -264,7 +265,7 @@ def _options_beside(group: str, settings: InnerSettings | OuterSettings) -> list
     `settings` are those of `group`, "inner" or "outer".
     """
     faults = []
-    for name in _OF_OPTIMIZERS[group].split():
+    for name in _OPTIMIZER_OPTIONS[group].split():
         key = f"{group}.{name}"
         value = getattr(settings, name)
         default = OPTIONS[key].default
@@ -305,7 +306,7 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
         if isinstance(error.__cause__, TypeError):  # as JAX raises for a leaf that is no array
             advice = "; its leaves must all be arrays: leave others out of the tree"
         raise ConfigError(f"{error}{advice}") from error
-    _check_leaves(f"{name}: params", params)
+    _check_savable(f"{name}: params", params)
     # A leaf is named by its keys, which the export joins by "/" and Orbax by ".".
     for separator in "/.":
         names: Counter[str] = Counter()
@@ -317,9 +318,10 @@ def _checked_params(name: str, init_fn: InitFn) -> PyTree:
     return params
 
 
-def _check_leaves(name: str, tree: PyTree) -> None:
-    """Raise ConfigError for an array that cannot be stored in a checkpoint.
+def _check_savable(name: str, tree: PyTree) -> None:
+    """Raise ConfigError if a tree has an array that a checkpoint cannot store.
 
+    Those are PRNG keys and arrays of size zero.
     `name` says in the message what the tree is.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -334,14 +336,15 @@ def _check_transform(name: str, tx: optax.GradientTransformation, params: PyTree
     """Raise ConfigError unless an optimizer updates these parameters, and its state can be saved.
 
     Its functions are only traced. `name` is the argument of `fit`, and `params` are shapes. The
-    state can be saved if an update leaves its structure, shapes and dtypes as they were.
+    state can be saved if its arrays can (`_check_savable`), and an update leaves its structure,
+    shapes and dtypes as they were.
     """
     if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
         need = "give a transformation, such as optax.adamw(1e-3)"
         raise ConfigError(f"{name}: {_type_in_words(tx)}; {need}")
     with own_code(name):
         before = jax.eval_shape(tx.init, params)
-    _check_leaves(f"{name}: its state", before)
+    _check_savable(f"{name}: its state", before)
     with own_code(f"{name}: given gradients, state and parameters"):
         # The parameters stand for gradients, which have their shapes. The update is wrapped as in a
         # run, where optimizers that take further arguments are allowed.

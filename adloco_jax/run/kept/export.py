@@ -162,6 +162,7 @@ def write_consensus(
 
 
 def _shapes(params: PyTree) -> PyTree:
+    """Return the tree with the shape of each array in its place."""
     return jax.tree.map(lambda leaf: leaf.shape, params)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
+from jaxtyping import PyTree
 
 from adloco_jax.core.types import Ensemble
 from adloco_jax.data.formats import Count, Format, Seconds, checked
@@ -165,7 +167,7 @@ def initial_ensemble(run: Run, control: Control) -> Ensemble:
     spec = run.spec
     layout = Layout(control.sizes)
 
-    def make(key, params):
+    def make(key: Array, params: PyTree | None) -> Ensemble:
         """Make the ensemble from these parameters; None: from new ones, drawn by the random key."""
         if params is None:
             params = run.model.init_fn(key)
