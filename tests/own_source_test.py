@@ -7,10 +7,11 @@ import pytest
 from adloco_jax import DATA_SOURCES, main
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "data_source.py"
-WORDS = """train own.py --workdir=run --config.model.width=8 --config.model.num_layers=1
-    --config.model.num_heads=2 --config.model.num_kv_heads=1 --config.model.mlp_width=8
-    --config.ensemble.num_trainers=1 --config.ensemble.num_workers=1
-    --config.data.sequence_length=8 --config.data.heldout_frac=0.1 --config.eval.num_sequences=8
+# A model and rounds of the sizes of `toy.tiny_config`, for which other tests compile, too.
+WORDS = """train own.py --workdir=run --config.model.width=16 --config.model.num_layers=1
+    --config.model.num_heads=2 --config.model.num_kv_heads=1 --config.model.mlp_width=24
+    --config.model.max_length=32 --config.ensemble.num_trainers=1 --config.ensemble.num_workers=1
+    --config.data.sequence_length=16 --config.data.heldout_frac=0.1 --config.eval.num_sequences=8
     --config.inner.steps_per_round=2 --config.batching.test=constant
     --config.batching.max_batch_size=1""".split()
 
