@@ -159,7 +159,7 @@ def read(
         except UserError:  # of this module, and clear already
             raise
         except Exception as error:  # deliberately broad, because templates are programs
-            why = f"the chat template refuses it ({reason(error, 200)})"
+            why = f"the chat template refuses it ({reason(error, limit=200)})"
             raise DataError(f"{where}: {why}") from error
         spans = [_with_end(text, span, ends) for span in spans]  # the model learns to stop there
 

@@ -49,6 +49,7 @@ _SOURCE_BY_ENDING = {
 _ANY_COMMIT = "any"  # stands for a commit in requests that are compared without their commits
 # Number of rows of chats that are looked at to see how answers end.
 _NUM_SAMPLE_ROWS = 64
+_EXCERPT_CHARS = 240  # of a row that is shown to the user: about three lines
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +124,7 @@ class Corpus:
             f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size} ids{self._remark_on_ends()}\n"
             f"rows: {num_train} of {num_tokens} tokens to train on, {num_heldout} held"
             f" out{self._remarks_on_cuts()}; a model will see, for instance{of_class}:\n"
-            f"  | {readable(row, tokenizer, max_chars=240)}{self._warning_of_left_out()}"
+            f"  | {readable(row, tokenizer, max_chars=_EXCERPT_CHARS)}{self._warning_of_left_out()}"
         )
 
     def _describe_text(self) -> str:
@@ -339,10 +340,11 @@ def rows_as_read(arrays: RowArrays, data: DataSettings) -> np.ndarray | Document
 def _prepare_rows(job: Job, note: Note) -> PreparedRows:
     """Make a job's rows in the user's cache, or open those that are there.
 
-    If the cache cannot be written, rows are made in a folder that is deleted at once. The same is
-    done if the source has no version: then it may yield another text the next time. `note` is
-    called with each line to show to the user. Raises ConfigError, DataError or ResourceError if the
-    text cannot be read or is too little.
+    A job describes the text, the tokenizer and the settings; `job.key` is a hash of all that
+    determines the rows. If the cache cannot be written, rows are made in a folder that is deleted
+    at once. The same is done if the source has no version: then it may yield another text the next
+    time. `note` is called with each line to show to the user. Raises ConfigError, DataError or
+    ResourceError if the text cannot be read or is too little.
     """
     if DATA_SOURCES[job.data.source].version is not None:
         try:

@@ -201,7 +201,7 @@ def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
     A name is the path relative to the folder, or to the part of a glob before its first wildcard.
     Raises DataError if the system cannot look there, or a link leads nowhere.
     """
-    start = _local_path(path, key=key)
+    start = _local_path(path, key=key)  # raises DataError if the system cannot look there
     # Files are looked for below `base`, by the parts of a glob, `pattern`.
     if start.is_dir():
         base = start
@@ -216,7 +216,7 @@ def _find_local(path: str, key: str) -> tuple[dict[str, File], bool]:
         if start.is_file():
             candidates = [start]
         else:
-            candidates = list(_expand(base, pattern, entered=set()))
+            candidates = list(_expand(base, pattern, entered=set()))  # no folder is entered yet
         for file in sorted(candidates, key=Path.as_posix):
             if file.is_file():
                 files.setdefault(file.resolve(), file)
@@ -472,7 +472,8 @@ def _copied(
         names.update(fnmatch.filter(remote_files, pattern))
     files = {name: remote_files[name] for name in sorted(names)}
 
-    # The name of the copies' folder is a hash of addresses, sizes and versions.
+    # The name of the copies' folder is a hash of addresses, sizes and versions, of which half the
+    # digits suffice.
     content = json.dumps([dataclasses.astuple(file) for file in files.values()])
     folder = cache_folder("checkpoints") / hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)

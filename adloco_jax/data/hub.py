@@ -263,7 +263,7 @@ def _error_to_raise(error: BaseException, where: str) -> BaseException:
         if is_of_disk and not isinstance(cause, FileNotFoundError):
             return cause
         if _class_names(cause) & _ABSENT:
-            return ConfigError(f"{where}: {reason(cause, 600)}")  # 600: with the hub's advice
+            return ConfigError(f"{where}: {reason(cause, limit=600)}")  # with the hub's advice
     if isinstance(error, ImportError):  # of fsspec, which names the package
         return ConfigError(f"{where}: {reason(error)}; or pip install 'adloco_jax[remote]'")
 

@@ -117,7 +117,7 @@ class Job:
     def key(self) -> str:
         """Hash of all settings that determine the rows; the name of their folder in the cache."""
         content = json.dumps(self.request, sort_keys=True).encode()
-        return hashlib.sha256(content).hexdigest()[:32]
+        return hashlib.sha256(content).hexdigest()[:32]  # shorter, and still unique
 
 
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:

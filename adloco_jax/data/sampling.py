@@ -157,7 +157,8 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
     """
     has_one_key = key.size == 1
     if num_items <= _MAX_SORTED:
-        # Sort the items by random numbers: those of splitmix64 from a seed, [keys, num_items].
+        # So few items would get only some of their orders by a Feistel network. Sort them by random
+        # numbers instead: those of splitmix64 from a seed, [keys, num_items].
         noise = _mix(_mix(key)[:, None] + _GAMMA * np.arange(1, num_items + 1, dtype=np.uint64))
         order = np.argsort(noise, axis=1, kind="stable")
         if has_one_key:

@@ -441,7 +441,7 @@ def _as_data_errors(file: Path, *more_errors: type[Exception]) -> Iterator[None]
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, *more_errors) as error:
         if getattr(error, "errno", None) in TOO_MANY_FILES:
             raise ResourceError(f"{file}: {reason(error)}; {remedy(error)}") from error
-        why = f"damaged or unreadable ({reason(error, 200)}); a glob can leave it out"
+        why = f"damaged or unreadable ({reason(error, limit=200)}); a glob can leave it out"
         raise DataError(f"{file}: {why}") from error
 
 

@@ -2,11 +2,11 @@
 
 A special token whose name stands in a text, such as `<|im_end|>`, becomes one id, as in
 `transformers`. Only texts to be classified get special tokens at both ends. A *turn* of a chat is a
-dict with "role" and "content". A *chat template* is a program in Jinja that writes turns as one
-text, or raises an error of any class. *Added* tokens are those that a tokenizer never splits. An
-*export* is a trained model with its tokenizer, in a folder that `transformers` reads. In this file
-`backend` is a tokenizer of the library `tokenizers`, and an untyped `tokenizer` one of
-`transformers`, around a backend.
+dict with "role" and "content"; an *answer* is a turn of the role "assistant". A *chat template* is
+a program in Jinja that writes turns as one text, or raises an error of any class. *Added* tokens
+are those that a tokenizer never splits. An *export* is a trained model with its tokenizer, in a
+folder that `transformers` reads. In this file `backend` is a tokenizer of the library `tokenizers`,
+and an untyped `tokenizer` one of `transformers`, around a backend.
 """
 
 import contextlib
@@ -394,8 +394,10 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
         return result
 
     def dated_template(tools: list | None, date: str) -> str:
-        """Return the template for a chat, which writes `date` as today's."""
-        # A tokenizer may have another template for chats with tools.
+        """Return the template for a chat, which writes `date` as today's; empty: the true date.
+
+        A tokenizer may have another template for chats with `tools`.
+        """
         return _with_date(tokenizer.get_chat_template(tools=tools), date)
 
     def render(
@@ -417,8 +419,8 @@ def _with_chats(result: Tokenizer, tokenizer: Any) -> Tokenizer:
     def mark(turns: list, tools: list | None, date: str = "") -> list[tuple[int, int]]:
         """Return each answer in the text of `render`: its first character, and the one after.
 
-        The arguments are a chat's turns, descriptions of tools or None, and the date that the
-        template writes as today's.
+        The arguments are those of `render`: a chat's turns, descriptions of tools or None, and the
+        date that the template writes as today's (empty: the true date).
         """
         encoded = tokenizer.apply_chat_template(
             turns,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -72,7 +72,7 @@ def connect(
     if coordinator:
         failure += f" at {coordinator}"
 
-    def give_up():
+    def give_up() -> None:
         """End this process with a line on stderr, from the thread of the timer."""
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
@@ -323,7 +323,7 @@ def wait_for_others_to_end() -> bool:
     return True
 
 
-def _client():
+def _client() -> Any:
     """Return the client of JAX's coordinator; `connect` must have been called before."""
     client = jax._src.distributed.global_state.client  # no public name; Orbax relies on it too
     assert client is not None
@@ -372,7 +372,7 @@ def stop_requests(what: str) -> Iterator[threading.Event]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def watch():
+    def watch() -> None:
         """Read signals from the pipe until it is closed: set the event, or end the process."""
         while True:
             data = os.read(reader, 1)

@@ -80,11 +80,13 @@ def _attributes(weights: WeightMap, checkpoint: str, keywords: dict[str, Any]) -
 def _build_llama(
     *, attention: str, checkpoint: str, adapter: Adapter | None = None, **keywords: Any
 ) -> llama.Llama:
+    """Build a Llama."""
     attributes = _attributes(LLAMA, checkpoint, keywords)
     return llama.Llama(**attributes, attention=attention, adapter=adapter)
 
 
 def _build_bert(*, checkpoint: str, **keywords: Any) -> bert.Bert:
+    """Build a Bert."""
     return bert.Bert(**_attributes(BERT, checkpoint, keywords))
 
 

@@ -4,8 +4,9 @@ Departures: no dropout, since a loss must depend on parameters and data alone; e
 type 0; what follows a text's tokens has no gradient.
 
 Axes of arrays: B examples, L positions, D features of a position, N layers, H heads, K features of
-a head, F features inside the MLP, C classes, 1 an axis of size one. A *tap* measures gradient norms
-of examples (`models.layers`).
+a head, F features inside the MLP, C classes, 1 an axis of size one. A *tap*, `tap_B`, is zeros, one
+for each example. In the backward pass its cotangent is the squared norm of each example's gradient,
+summed over the layers that get it (`models.layers`); None: nothing is measured.
 """
 
 from collections.abc import Callable

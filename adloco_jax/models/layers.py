@@ -274,12 +274,16 @@ def _with_rows(y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array) ->
     return y_BLV
 
 
-def _with_rows_forward(y_BLV, x_BLD, tokens_BL, rows_BLD):
+def _with_rows_forward(
+    y_BLV: Array, x_BLD: Array, tokens_BL: Array, rows_BLD: Array
+) -> tuple[Array, tuple[Array, Array]]:
     """Return the result of `_with_rows`, and two of its arguments, for the backward pass."""
     return y_BLV, (x_BLD, tokens_BL)
 
 
-def _with_rows_backward(residuals, dy_BLV):
+def _with_rows_backward(
+    residuals: tuple[Array, Array], dy_BLV: Array
+) -> tuple[Array, Array, None, Array]:
     """Return the cotangents of the four arguments of `_with_rows`; ids have None."""
     x_BLD, tokens_BL = residuals
     # The gradient of the row of the token at position m is a sum over all positions l: of the
@@ -414,12 +418,23 @@ def _tapped(
     return layer(x_B, weight)
 
 
-def _tapped_forward(layer, norms_fn, x_B, weight, tap_B):
+def _tapped_forward(
+    layer: Callable[[Array, Array], Any],
+    norms_fn: Callable[..., Array] | None,
+    x_B: Array,
+    weight: Array,
+    tap_B: Array,
+) -> tuple[Any, tuple[Array, Array, Array]]:
     """Return the result of `_tapped`, and its array arguments, for the backward pass."""
     return layer(x_B, weight), (x_B, weight, tap_B)
 
 
-def _tapped_backward(layer, norms_fn, residuals, dy_B):
+def _tapped_backward(
+    layer: Callable[[Array, Array], Any],
+    norms_fn: Callable[..., Array] | None,
+    residuals: tuple[Array, Array, Array],
+    dy_B: Any,
+) -> tuple[Array, Array, Array]:
     """Return the cotangents of `x_B`, `weight` and `tap_B`, given that of the result, `dy_B`.
 
     That of `weight` is the sum of the examples' gradients, and that of `tap_B` their squared norms.
@@ -428,7 +443,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
     _, input_vjp = jax.vjp(lambda x_B: layer(x_B, weight), x_B)
     (dx_B,) = input_vjp(dy_B)
 
-    def weight_grad(x_B, dy_B):
+    def weight_grad(x_B: Array, dy_B: Any) -> Array:
         """Return the weight's gradient, summed over some examples."""
         _, weight_vjp = jax.vjp(lambda weight: layer(x_B, weight), weight)
         (grad,) = weight_vjp(dy_B)
@@ -441,7 +456,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         x_B, dy_B = jax.tree.map(lambda array_B: select(tap_B, array_B), (x_B, dy_B))
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
-    def example_grad(x, dy, tap):
+    def example_grad(x: Array, dy: Any, tap: Array) -> tuple[Array, Array]:
         """Return one example's gradient, and its squared norm; zeros if the example is masked."""
         grad = jnp.where(tap < 0, 0.0, weight_grad(x[None], dy[None]))
         return grad, jnp.sum(jnp.square(grad))
@@ -451,17 +466,20 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
     # batched product that is reduced over [B] makes it 1.75 times as long (width 256, 4 layers, 128
     # tokens). The Gram form (norms from [L, L] products) would need no gradient per example, but
     # L (1/D + 1/F) times the FLOPs of such a gradient.
-    def sequential(*examples_B):
-        """Return the sum of the examples' gradients, and their squared norms [B], in a loop."""
+    def sequential(*examples_B: Any) -> tuple[Array, Array]:
+        """Return the sum of the examples' gradients, and their squared norms [B], in a loop.
 
-        def add_example(grad_sum, example):
+        `examples_B` are the arguments of `example_grad`, each with the axis B.
+        """
+
+        def add_example(grad_sum: Array, example: tuple) -> tuple[Array, Array]:
             """Return the sum with one more example's gradient, and this one's squared norm."""
             grad, norm = example_grad(*example)
             return grad_sum + grad, norm
 
         return lax.scan(add_example, jnp.zeros_like(weight), examples_B)
 
-    def at_once(*examples_B):
+    def at_once(*examples_B: Any) -> tuple[Array, Array]:
         """Return what `sequential` does, with all gradients in memory at once."""
         grads_B, norms_B = jax.vmap(example_grad)(*examples_B)
         return jnp.sum(grads_B, axis=0), norms_B

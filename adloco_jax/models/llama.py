@@ -6,10 +6,12 @@ transposed.
 Axes of arrays: B examples, L positions, V token ids, D features of a position, N layers, H query
 heads, G key and value heads, K features of a head, F features inside the MLP, T positions with
 room for new tokens, 1 an axis of size one. Layers that differ are of several *kinds*
-(`LayerKind`). A *tap* measures gradient norms of examples (`models.layers`). An *adapter* is
-low-rank matrices that are trained beside *frozen* weights, which are not. `kept(x)` is x, marked
-to be kept for the backward pass, which recomputes what is not marked. `PAST` is the collection of
-Flax variables with the keys and values of earlier positions of texts that are generated.
+(`LayerKind`). A *tap*, `tap_B`, is zeros, one for each example. In the backward pass its cotangent
+is the squared norm of each example's gradient, summed over the layers that get it
+(`models.layers`); None: nothing is measured. An *adapter* is low-rank matrices that are trained
+beside *frozen* weights, which are not. `kept(x)` is x, marked to be kept for the backward pass,
+which recomputes what is not marked. `PAST` is the collection of Flax variables with the keys and
+values of earlier positions of texts that are generated.
 """
 
 import functools
@@ -109,7 +111,13 @@ def rotary_frequencies(
 ) -> np.ndarray:
     """Return the angle, in radians, by which each pair of a head's features turns per position.
 
-    The result is float64 [K / 2], for a head of K features; zeros without `theta`.
+    Args:
+      head_size: K, the number of a head's features.
+      theta: Base of the wavelengths: pair i of K / 2 turns by theta^(-2 i / K). None: none turns.
+      scaling: How these angles are divided; None: they are not.
+
+    Returns:
+      The angles, float64 [K / 2].
     """
     if theta is None:
         return np.zeros(head_size // 2)
@@ -856,9 +864,13 @@ def _continue(
         return hidden_and_new
 
     def add_token(state: _Generation) -> _Generation:
-        """Read the last known token of each text, and write the next one after it."""
+        """Read the last known token of each text, and write the next one after it.
+
+        A text that has ended goes on like the others: what follows its end is not part of it.
+        """
         position, text_BT, past, has_ended_B = state
         last_B1 = lax.dynamic_slice_in_dim(text_BT, position - 1, 1, axis=1)
+        # Only the keys and values of this token are new.
         hidden_B1D, new_keys_values = extend(last_B1, position - 1, past)
 
         def write(past_NBGTK: Array, new_NBG1K: Array) -> Array:

@@ -213,7 +213,7 @@ def _normalised_llama(content: dict) -> dict:
         config.standardize_rope_params()  # into `rope_parameters`, from keys of older versions
         filled = config.to_dict()
     except Exception as error:  # deliberately broad, because each version raises its own kinds
-        raise Unusable("keys", "one that transformers refuses", reason(error, 200)) from error
+        raise Unusable("keys", "one that transformers refuses", reason(error, limit=200)) from error
 
     rope = filled.get("rope_parameters") or {}
     if content["model_type"] == "gemma3_text":  # has one object for each type of layers
