@@ -6,7 +6,7 @@ at its first use, so commands without arrays do not wait for JAX. Source: "AdLoC
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the public names, for type checkers
     from adloco_jax.contrib import AGGREGATORS as AGGREGATORS
@@ -91,7 +91,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module at its first use."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(f"adloco_jax.{_HOME_OF[name]}"), name)

@@ -188,7 +188,8 @@ def completed(
     ensemble = _with_workers(ensemble, config.engine)
     model, data = config.model, config.data
     if reads:
-        # What was recorded counts only if the run had the same checkpoint, or a text too.
+        # What was recorded of a model counts only if the run had the same checkpoint; what was
+        # recorded of a text only if both runs read one from a path, or neither does.
         same_checkpoint = record.get("model", {}).get("init_from") == model.init_from
         of_checkpoint = record if same_checkpoint else {}
         model, found_sizes = _with_checkpoint(model, of_checkpoint, known["ARCHITECTURES"])
@@ -272,7 +273,8 @@ def _with_checkpoint(
         model = model.model_copy(update=sizes)
         if sizes:
             found = [f"sizes of {model.init_from}"]
-    # Options that are still unset keep their values, and count as set from now on.
+    # Options that are still unset keep their values, and count as set from now on: pydantic counts
+    # an option that was given a value.
     values = {name: getattr(model, name) for name in model.unset}
     return model.model_copy(update=values | {"checkpoint": content}), found
 

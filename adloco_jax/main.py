@@ -57,7 +57,7 @@ def command() -> NoReturn:
         code = _CLOSED_PIPE
         if not _is_closed_pipe(error):
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
-            code = 1
+            code = 1  # as of Python itself
     # A run may have several processes, which are waited for up to 10 s; the result is whether they
     # have ended. The module is not imported if an error ended the command early.
     processes = sys.modules.get("adloco_jax.host.processes")
@@ -80,7 +80,7 @@ def _interrupt(*_: object) -> NoReturn:
     """
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")  # to the standard error
-    os._exit(128 + signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # as shells report a program that a signal has ended
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -49,6 +49,7 @@ Link: TypeAlias = Annotated[str, Field(pattern=f"^({LINK})?$")]
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 # The values of `data.text_column` that name the columns of chats.
 CHATS = ("messages", "conversations", "prompt+completion", "instruction+output")
+_SHOWN_CHARACTERS = 200  # of a value in a message
 # A field that is no option: it is recorded with the settings, and no config has it.
 RECORDED = "recorded"
 
@@ -165,9 +166,9 @@ def even_sizes(num_trainers: int, num_workers: int) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """Represent a value as text on one line, cut after 200 characters."""
+    """Represent a value as text on one line, cut after `_SHOWN_CHARACTERS`, for a message."""
     text = repr(value).replace("\n", " ")
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class ModelSettings(SettingsGroup):
@@ -882,7 +883,7 @@ def bytes_per_s(link: str) -> float:
     number_and_unit = link.removesuffix("bit/s")  # such as "10M"
     unit = {"k": 1e3, "M": 1e6, "G": 1e9}[number_and_unit[-1]]
     bits_per_s = int(number_and_unit[:-1]) * unit
-    return 0.95 * bits_per_s / 8  # headers take about a twentieth
+    return 0.95 * bits_per_s / 8  # headers take about a twentieth; a byte has 8 bits
 
 
 def kind_of_change(key: str) -> Change:

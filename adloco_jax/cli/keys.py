@@ -28,14 +28,15 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     if not isinstance(holder, ConfigDict):
         return
 
-    kind = plain_type(key)
-    default = default_of(key)
+    kind = plain_type(key)  # of a value that is set: int for one that may also be None
+    default = default_of(key)  # None or "auto" for a key that can be unset
     value: object = text  # if it cannot be converted
     if default is None and text == "none":
         value = None
     elif default == "auto" and text == "auto":
         value = "auto"
     elif get_origin(kind) is tuple:
+        # As in Python, such as (1, 2); a single value becomes a tuple of one.
         with contextlib.suppress(SyntaxError, TypeError, ValueError):
             literal = ast.literal_eval(text)
             value = literal if isinstance(literal, tuple) else (literal,)

@@ -212,7 +212,7 @@ def _train(parser: Parser) -> None:
         if name not in sections:
             words = inspect.getdoc(GROUPS[name])
             sections[name] = parser.add_argument_group(f"config.{name}", words)
-        text = describe(key) + unset(key)
+        text = describe(key) + unset(key)  # its meaning, values and default, and how to unset it
         sections[name].add_argument(f"--config.{key}", metavar="VALUE", help=text)
 
 

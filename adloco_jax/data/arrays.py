@@ -144,7 +144,7 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
     is_integer = np.issubdtype(array.dtype, np.integer)
     if array.ndim not in (1, 2) or not is_length_right or not is_integer:
         raise ConfigError(f"{have}; {_EXPECTED}")
-    least = int(array.min(initial=0))  # of an empty array it is 0
+    least = int(array.min(initial=0))  # at most 0, which is in range; of an empty array 0
     largest = int(array.max(initial=0))
     if least < -(2**31) or largest >= 2**31:
         raise ConfigError(f"{have}, ids from {least} to {largest}; {_EXPECTED}")

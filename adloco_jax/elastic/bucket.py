@@ -292,9 +292,9 @@ def _read_description(bucket: Store, path: Path) -> RunDescription | None:
 def check_continues(bucket: Store, settings: Settings, path: Path) -> None:
     """Check that a run which continues has the settings that its learners have from `run.json`.
 
-    Settings that a resumed run may change without harm may differ. Raises ConfigError if another
-    one differs, or if `run.json` is damaged, or of another run than the file at `path`, which has
-    the id of this one.
+    Settings that a resumed run may change without harm may differ, but for `_THEIRS`. Raises
+    ConfigError if another one differs, or if `run.json` is damaged, or of another run than the file
+    at `path`, which has the id of this one.
     """
     run = _read_description(bucket, path)
     if run is None:  # the run is new

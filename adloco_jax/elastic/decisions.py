@@ -107,7 +107,7 @@ class LearnerRecord:
         """
         since_s = now_s - max(self.spent_s, self.started_s)
         self.spent_s = now_s
-        total_s = max(sum(claimed_s), _SHORTEST_SUM_S)
+        total_s = max(sum(claimed_s), _SHORTEST_SUM_S)  # never zero
         return np.array(claimed_s) * min(1.0, since_s / total_s)
 
 
@@ -255,7 +255,7 @@ def updates_by_speed(
         return updates
     fastest = min(measured.values(), key=statistics.median)
     for worker_id, seconds in measured.items():
-        # Its speed, as a fraction of the fastest one's.
+        # Its speed, as a fraction of the fastest one's; never divided by zero.
         speed = statistics.median(fastest) / max(statistics.median(seconds), _SHORTEST_S)
         if speed < _CLEARLY_SLOWER and min(seconds) > max(fastest):
             num_parts_done = max(round(speed * parts), 1)

@@ -10,8 +10,9 @@ state without a letter is that of one worker, in NumPy and without axis R.
 A learner has a place in a run: its number, and its incarnation, which counts the learners that had
 the number before. A stall is the time in which a round waits for compilation. A worker's stream is
 the order in which it reads rows; its number is the worker's id. Programs run an ensemble, which has
-trainers and their workers; here it has one of each. A worker's difference is its trainer's
-parameters minus its own. To pack is to quantise to a precision, such as int4, for sending.
+trainers and their workers; here it has one of each. A key names a program. A worker's difference is
+its trainer's parameters minus its own. To pack is to quantise to a precision, such as int4, for
+sending.
 """
 
 import dataclasses
@@ -147,6 +148,7 @@ class Learner:
             # A call of the program makes one part of a round, as a slow learner makes only some.
             num_micro_batches=steps // num_parts(steps, settings.engine),
             sequential=machine.platform == "cpu",  # one worker keeps a CPU's cores busy
+            # On a CPU so few sequences at a time that their activations stay in its cache.
             examples_per_pass=examples_per_pass(
                 settings.data.sequence_length * settings.model.width, machine
             ),

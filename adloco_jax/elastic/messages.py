@@ -19,7 +19,7 @@ from adloco_jax.core.outer import mean
 from adloco_jax.data.formats import Count, Format
 from adloco_jax.engine.spec import ProgramSpec, num_bytes
 from adloco_jax.settings import INT32, Number
-from adloco_jax.settings import Count as Size
+from adloco_jax.settings import Count as Size  # at least 1; a `Count` of `formats` may be 0
 
 StateKey: TypeAlias = Annotated[tuple[Number, Number, Number], Strict(False)]
 """Which inner state is meant: trainer id, worker id, and position in its rows; a JSON list."""

@@ -61,7 +61,8 @@ class SentParams:
     def __init__(self, pool: LearnerPool):
         """Store the pool, through which parameters are sent; nothing is sent yet."""
         self._pool = pool
-        self._newest = defaultdict[int, _Version](_Version)  # by trainer id
+        # By trainer id; a trainer that is looked up for the first time gets its first version.
+        self._newest = defaultdict[int, _Version](_Version)
 
     def record_change(
         self, trainer: int, update: PyTree | None, learner: LearnerRecord | None = None

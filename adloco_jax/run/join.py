@@ -30,7 +30,8 @@ from adloco_jax.models.configured import class_count
 from adloco_jax.run.before.assemble import assemble
 from adloco_jax.settings import Settings
 
-# Settings that name files, which may lie elsewhere on a learner's machine.
+# Settings that name files, which may lie elsewhere on a learner's machine. `cli.parser` lists them
+# too, as options.
 OWN = ("data.path", "data.heldout_path", "data.tokenizer", "data.template", "model.init_from")
 
 Parts = Callable[[Settings], tuple[Model, Rows]]

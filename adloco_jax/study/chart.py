@@ -217,6 +217,7 @@ class Figure(str):
     """The text of an SVG file. A notebook shows an object of this class as a picture."""
 
     def _repr_svg_(self) -> str:
+        """Return the SVG; a notebook looks for a method of this name."""
         return str(self)
 
 

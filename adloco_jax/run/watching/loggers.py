@@ -102,7 +102,8 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
     first_start = next(event for event in history if event["event"] == "start")
     newest_start = history[-1]
-    # The same in each process of a run, so that W&B continues a run that is resumed.
+    # The same in each process of a run, so that W&B continues a run that is resumed. 16 digits of
+    # the hash tell runs apart.
     run_id = hashlib.sha256(json.dumps(first_start).encode()).hexdigest()[:16]
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", "adloco-jax"),
