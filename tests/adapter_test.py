@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learners import KEY, Here, InBucket
+from nets import flat
 from toy import tiny_config, with_its_weights
 from toy_runs import events
 from trees import assert_close, assert_equal
 
 from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
-from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.elastic import store
 from adloco_jax.elastic.messages import RunDescription, array_bytes
@@ -73,16 +73,16 @@ def starting_model(config):
     return with_its_weights(completed(validate(config)))[0]
 
 
-@pytest.mark.parametrize(("form", "remat"), [("scan", False), ("inline", True)])
-def test_the_loss_and_gradient_are_those_of_the_merged_weights(form, remat):
+def test_the_loss_and_gradient_are_those_of_the_merged_weights():
     adapter, base = drawn()
-    loss_fn = next_token_loss(NETWORK.clone(layer_form=form, remat=remat))
     of_merged = next_token_loss(PLAIN)
     wanted, grad = jax.jit(jax.value_and_grad(lambda a: of_merged(merged(a, base), ROWS)))(adapter)
-    given = base if form == "scan" else split_layers(base)
-    found = jax.jit(jax.value_and_grad(loss_fn))(adapter, ROWS, base=given)
-    np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
-    assert_close(found[1], grad, rtol=2e-5, atol=1e-8)
+    inline = NETWORK.clone(layer_form="inline", remat=True)
+    for network, given in ((NETWORK, base), (inline, split_layers(base))):
+        update = jax.jit(jax.value_and_grad(next_token_loss(network)))
+        found = update(adapter, ROWS, base=given)
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
+        assert_close(found[1], grad, rtol=2e-5, atol=1e-8)
     assert jax.tree.structure(adapter) == jax.tree.structure(grad)
     whole = with_adapter(base, adapter)
     np.testing.assert_allclose(jax.jit(next_token_loss(NETWORK))(whole, ROWS), wanted, rtol=1e-6)
@@ -91,12 +91,22 @@ def test_the_loss_and_gradient_are_those_of_the_merged_weights(form, remat):
 def test_taps_measure_the_adapters_gradients_alone():
     network = PLAIN.clone(adapter=Adapter(2, 3.0, "attention"))
     adapter, base = drawn(network)
-    loss_fn = functools.partial(next_token_loss(network), base=base)
-    by_taps, by_vmap = (
-        jax.jit(functools.partial(gradient_stats, loss_fn, estimator=kind))(adapter, ROWS)
-        for kind in ("taps", "vmap")
-    )
-    assert_close(by_taps, by_vmap, rtol=1e-5, atol=0)
+    loss_fn, losses_fn = next_token_loss(network), sequence_losses(network)
+
+    def loss_of_taps(tap_B):
+        return loss_fn(adapter, ROWS, tap_B=tap_B, base=base)
+
+    norms_B = len(ROWS) ** 2 * jax.jit(jax.grad(loss_of_taps))(jnp.zeros(len(ROWS)))
+
+    @jax.jit
+    def gradients_and_slopes(adapter):
+        losses_of = functools.partial(losses_fn, rows=ROWS, base=base)
+        return jax.jacrev(losses_of)(adapter), jax.jvp(losses_of, (adapter,), (adapter,))[1]
+
+    grads_B, slopes_B = gradients_and_slopes(adapter)
+    grads_B = flat(grads_B, axes=1)
+    np.testing.assert_allclose(norms_B, np.square(grads_B).sum(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(slopes_B, grads_B @ flat(adapter), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_an_adapter_begins_as_peft_does_and_changes_nothing():
 
 def test_an_update_computes_no_gradient_of_the_base():
     """Forward, backward to the activations, and three products for each matrix of the adapter."""
-    plain = PLAIN.clone(width=64, mlp_width=176, layer_form="inline")
+    plain = PLAIN.clone(width=64, mlp_width=176, num_layers=1, layer_form="inline")
     network = plain.clone(adapter=Adapter(rank=4, alpha=3.0))
     adapter, base = drawn(network)
 
@@ -164,17 +174,17 @@ def weights(tmp_path_factory):
     return made(tmp_path_factory.mktemp("base") / "llama", seed=5)
 
 
-def adapted(init_from, **groups):
-    """A config of two rounds of two trainers, which then merge."""
+def adapted(init_from, *, num_rounds=2, test="norm", **groups):
+    """A config of rounds of two trainers, which merge after the first."""
     pool = {"num_trainers": 2, "num_workers": 2}
     return tiny_config(
         ensemble=pool | groups.pop("ensemble", {}),
         model=dict.fromkeys(KNOWN) | {"init_from": str(init_from)},
         adapter={"rank": 2, "alpha": 3.0} | groups.pop("adapter", {}),
-        batching={"test": "norm", "max_batch_size": 1, "batch_cap": 1, "initial_batch_size": 1},
+        batching={"test": test, "max_batch_size": 1, "batch_cap": 1, "initial_batch_size": 1},
         merge={"every_rounds": 1},
         checkpoint={"every_rounds": 1},
-        num_rounds=2,
+        num_rounds=num_rounds,
         **groups,
     )
 
@@ -182,6 +192,17 @@ def adapted(init_from, **groups):
 @pytest.fixture(scope="module")
 def trained(weights, one_device, tmp_path_factory):
     return train(adapted(weights), tmp_path_factory.mktemp("trained") / "r")
+
+
+def in_one_round(init_from, **groups):
+    """A config of a single round, in which nothing is measured or merged."""
+    return adapted(init_from, num_rounds=1, test="constant", **groups)
+
+
+@pytest.fixture(scope="module")
+def after_one_round(weights, one_device, tmp_path_factory):
+    """The parameters after it."""
+    return train(in_one_round(weights), tmp_path_factory.mktemp("one_round") / "r").params
 
 
 def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(trained):
@@ -196,13 +217,12 @@ def test_a_run_trains_measures_merges_and_saves_the_adapter_alone(trained):
 
 
 def test_devices_that_share_workers_and_weights_compute_the_same(
-    one_device, trained, weights, tmp_path, monkeypatch
+    one_device, after_one_round, weights, tmp_path, monkeypatch
 ):
     for name in ("devices", "local_devices"):
         monkeypatch.setattr(jax, name, lambda *_, **__: one_device[:4])
-    spread = train(adapted(weights, ensemble={"model_shards": 2}), tmp_path / "spread")
-    assert_close(spread.params, trained.params, rtol=1e-3, atol=1e-4)
-    assert abs(spread.loss - trained.loss) < 1e-4
+    config = in_one_round(weights, ensemble={"model_shards": 2})
+    assert_close(train(config, tmp_path / "spread").params, after_one_round, rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_resumes_bit_for_bit_with_the_same_base_alone(trained, weights, tmp_path):
@@ -319,20 +339,23 @@ def test_an_adapter_names_the_commit_of_its_base_and_is_read_with_it(tmp_path, m
     assert_equal(found, hf.load(root / "snapshots" / (40 * "0")).params)
 
 
-def test_learners_of_ray_are_sent_the_adapter_alone(trained, weights, monkeypatch, tmp_path):
+def test_learners_of_ray_are_sent_the_adapter_alone(
+    after_one_round, weights, monkeypatch, tmp_path
+):
     there = Here(monkeypatch, lambda *_: "response")
-    config = adapted(weights, engine={"kind": "ray", "steps": "equal"})
-    assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
+    config = in_one_round(weights, engine={"kind": "ray", "steps": "equal"})
+    assert_close(train(config, tmp_path / "r").params, after_one_round, rtol=1e-4, atol=1e-6)
     assert there.given.base.params is None and there.given.base.fingerprint
     given = [array_bytes(arguments) for _, _, arguments in there.calls.values()]
     assert 1_000 < max(given) < 10_000  # a base has 29 kB, an adapter 1.2 kB
 
 
 def test_learners_read_the_base_by_themselves_and_send_the_adapter(
-    trained, weights, monkeypatch, tmp_path
+    after_one_round, weights, monkeypatch, tmp_path
 ):
     there = InBucket(monkeypatch, tmp_path / "bucket")
-    config = adapted(weights, engine={"kind": "bucket", "address": there.url, "steps": "equal"})
+    engine = {"kind": "bucket", "address": there.url, "steps": "equal"}
+    config = in_one_round(weights, engine=engine)
     sizes, put = [], store.Store.put
 
     def counted(self, name, data):
@@ -340,7 +363,7 @@ def test_learners_read_the_base_by_themselves_and_send_the_adapter(
         return put(self, name, data)
 
     monkeypatch.setattr(store.Store, "put", counted)
-    assert_close(train(config, tmp_path / "r").params, trained.params, rtol=1e-4, atol=1e-6)
+    assert_close(train(config, tmp_path / "r").params, after_one_round, rtol=1e-4, atol=1e-6)
     assert max(sizes) < 10_000  # a base has 29 kB, an adapter 1.2 kB
     path = tmp_path / "bucket" / "run.json"
     signing = Signatures(KEY)

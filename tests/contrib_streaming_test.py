@@ -50,7 +50,7 @@ def drifted(sizes):
 # --- What a fragment is
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     shape=st.lists(st.integers(1, 9), max_size=3),
     num_fragments=st.integers(1, 6),

@@ -101,11 +101,7 @@ def on_mesh(tree, *spec):
 
 @pytest.mark.parametrize(
     ("name", "is_jitted"),
-    [
-        *((name, True) for name in CALLS),
-        ("outer_step", False),
-        ("take_fragment put_fragment", False),
-    ],
+    [*((name, True) for name in CALLS), ("outer_step", False)],
 )
 def test_a_public_function_gives_the_same_jitted_and_eagerly(name, is_jitted, arguments):
     call, (ensemble, batch, params, examples) = CALLS[name], arguments

@@ -88,16 +88,11 @@ def test_a_packed_row_is_the_weighted_sum_of_its_documents(name):
     def assert_close(actual, expected):
         assert np.max(np.abs(actual - expected)) < 1e-5 * np.max(np.abs(expected))
 
-    losses_fn, loss_fn = sequence_losses(model), loss_of(model)
+    losses_fn = sequence_losses(model)
     forward = jax.jit(lambda p, d: jax.jvp(lambda p: losses_fn(p, rows), (p,), (d,)))
     losses, slopes = forward(params, direction)
     assert_close(losses, losses_B)
     assert_close(slopes, grads_B @ flat(direction))
-    in_pairs = sequence_losses(model, sequences_per_chunk=2)
-    assert_close(jax.jit(in_pairs)(params, rows), losses_B)
-    of_examples = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
-    examples = jax.tree.map(lambda leaf_BL: leaf_BL[:, None], rows)
-    assert_close(flat(of_examples(params, examples), axes=1), grads_B)
     mean, norms_B = tapped_grad(model)(params, rows, jnp.zeros(num_rows))
     assert_close(flat(mean), grads_B.mean(axis=0))
     assert_close(num_rows**2 * norms_B, np.square(grads_B).sum(axis=1))

@@ -48,11 +48,10 @@ def undecided(control, stats, plans):
     return control, []
 
 
-@pytest.mark.parametrize("state", ["keep", "reset"])
-def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
+def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once():
     """One trainer has a small micro-batch, one a larger one, and one accumulates three."""
     one = {"num_rounds": 1, "batching": {"test": "constant"}}  # then nothing is made ahead
-    settings = settings_of(**one, switch={"mode": "accumulate"}, inner={"state": state})
+    settings = settings_of(**one, switch={"mode": "accumulate"}, inner={"state": "reset"})
     control = start(settings.ensemble, settings.batching, 4)
     for trainer, batch_size in zip(control.trainers.values(), (2, 4, 12), strict=True):
         trainer.requested_batch_size = batch_size

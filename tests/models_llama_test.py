@@ -173,7 +173,7 @@ def test_chunked_loss_never_holds_all_logits(monkeypatch):
     assert logit_elements(1) == 5
 
 
-@pytest.mark.parametrize("beside", [(), ("starts",), ("starts", "weights")])
+@pytest.mark.parametrize("beside", [(), ("starts", "weights")])
 def test_loss_and_gradients_of_long_sequences_are_those_of_the_whole(beside, monkeypatch):
     """Parts of four tokens: one of a sequence is not full, and one chunk is smaller."""
     params, tokens = make_params(MODEL), make_rows(MODEL, batch=3, length=13)
