@@ -43,11 +43,11 @@ def muon(
       `optax.contrib.muon` is at least 1, while MuLoCo's may be smaller.
     """
 
-    def matrix_or_other(label):
+    def matrix_or_other(label: str) -> str:
         """Return the label of a matrix as it is, and "other" for all other labels."""
         return label if label in ("matrix", "stacked_matrix") else "other"
 
-    def partition_labels(params):
+    def partition_labels(params: PyTree) -> PyTree:
         """Label each leaf by the transformation that updates it, as `optax.partition` wants.
 
         Raises ValueError if no leaf is a matrix.
@@ -60,11 +60,11 @@ def muon(
             )
         return labels
 
-    def by_shape(updates, _params):
+    def by_shape(updates: PyTree, _params: PyTree) -> PyTree:
         """Multiply each matrix [..., fan_in, fan_out] by sqrt(fan_out / fan_in)."""
         return jax.tree.map(lambda u: u * math.sqrt(u.shape[-1] / u.shape[-2]), updates)
 
-    def last_two_axes(updates):
+    def last_two_axes(updates: PyTree) -> PyTree:
         """Say of each leaf which axes are the matrix's: the last two, input and output."""
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
 

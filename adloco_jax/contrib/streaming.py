@@ -5,7 +5,8 @@ belongs to fragment i % F, e.g. every F-th layer. Leaves without such an axis ar
 
 Axes of arrays: M trainers, R workers, X either of them, T micro-batches. Packed arrays are in the
 form that is sent (`core.compress`). A pseudo-gradient is the mean of the differences of a trainer's
-workers from the trainer.
+workers from the trainer. `on_any_mesh` lets a function take arrays that are sharded over explicit
+axes of a mesh too; its argument says how the results are sharded.
 """
 
 import math
@@ -43,7 +44,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     if num_fragments == 1:  # the fragment is the whole tree
         return tree_X
 
-    def take(leaf_X):
+    def take(leaf_X: Array) -> Array:
         """Take the fragment out of one leaf."""
         axis = _axis(leaf_X, num_fragments)
         if axis is None:
@@ -66,7 +67,7 @@ def put_fragment(
     if num_fragments == 1:  # the fragment is the whole tree
         return part_X
 
-    def put(leaf_X, new_X):
+    def put(leaf_X: Array, new_X: Array) -> Array:
         """Write the fragment's entries, `new_X`, into one leaf."""
         axis = _axis(leaf_X, num_fragments)
         if axis is None:
@@ -127,11 +128,11 @@ def outer_update_fragment(
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
 
-    def take(tree_X):
+    def take(tree_X: PyTree) -> PyTree:
         """Take the fragment out of a tree of parameters."""
         return take_fragment(tree_X, fragment, num_fragments=num_fragments)
 
-    def put(tree_X, part_X):
+    def put(tree_X: PyTree, part_X: PyTree) -> PyTree:
         """Write the fragment `part_X` into a tree of parameters."""
         return put_fragment(tree_X, part_X, fragment, num_fragments=num_fragments)
 
@@ -139,11 +140,11 @@ def outer_update_fragment(
     # is divided into fragments. Others, such as a count, are whole in every fragment.
     is_divided = of_params(outer_tx, ensemble.outer_state_M)
 
-    def take_state(is_divided, leaf_M):
+    def take_state(is_divided: bool, leaf_M: Array) -> Array:
         """Take the fragment out of one array of the outer state, if it is divided."""
         return take(leaf_M) if is_divided else leaf_M
 
-    def put_state(is_divided, leaf_M, new_M):
+    def put_state(is_divided: bool, leaf_M: Array, new_M: Array) -> Array:
         """Write the fragment into one array of the outer state, or replace the whole array."""
         return put(leaf_M, new_M) if is_divided else new_M
 
@@ -203,7 +204,7 @@ def receive_fragment(
         own_R = trainable(own_R)
         arrived_R = trainable(new_R)
 
-        def mix(own, new):
+        def mix(own: Array, new: Array) -> Array:
             """Mix one leaf of the worker's fragment with the trainer's, at least in float32."""
             dtype = at_least_float32(own.dtype)
             mixed = mixing * own.astype(dtype) + (1 - mixing) * new.astype(dtype)
@@ -263,7 +264,7 @@ def fragment_steps(
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
 
-    def advance(workers, micro_batches):
+    def advance(workers: Workers, micro_batches: slice) -> tuple:
         """Run the inner steps on the micro-batches of a slice of T."""
         inputs = jax.tree.map(lambda leaf: leaf[micro_batches], inputs_T)
         return steps(workers, *inputs)

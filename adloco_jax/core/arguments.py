@@ -7,6 +7,7 @@ of A micro-batches; X any first axis. A key is a random key of JAX.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,11 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
     with `has_aux` a pair of one number and an auxiliary output.
     """
 
-    def widen(leaf):
+    def widen(leaf: Any) -> Array:
         """Cast an auxiliary value to at least float32, because its means are taken later."""
         return jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf)))
 
-    def loss_of(values, batch, **keywords):
+    def loss_of(values: PyTree, batch: PyTree, **keywords: Any) -> tuple[Array, PyTree]:
         """Call the loss; check what it returned, and return it as a pair (loss, aux)."""
         returned = loss_fn(with_trainable(params, values), batch, **keywords)
         loss = returned
@@ -78,7 +79,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
     arrays are integers. The keys have the broadcast shape.
     """
 
-    def fold_in_all(*element_numbers):
+    def fold_in_all(*element_numbers: Array) -> Array:
         """Derive the key of one element from its numbers, one of each array."""
         element_key = key
         for number in element_numbers:
@@ -191,7 +192,7 @@ def checked_update(
         is not that of a state of `tx`.
     """
 
-    def keeps_params(node):
+    def keeps_params(node: Any) -> bool:
         """Return whether a node of the state is of a refused class, and holds parameters."""
         if not isinstance(node, refused):
             return False

@@ -12,7 +12,7 @@ host, without a device) and JAX arrays (under `jit` and `vmap`).
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -189,27 +189,59 @@ class BatchTest(NamedTuple):
 # names those that its test needs, and ignores the others (`**_`).
 
 
-def _request_norm(stats, *, eta, num_workers, mode, batch_size, **_):
+def _request_norm(
+    stats: GradientStats,
+    *,
+    eta: float,
+    num_workers: int,
+    mode: TestMode,
+    batch_size: int,
+    **_: object,
+) -> Scalar:
+    """Request a batch by the norm test."""
     return norm_test(stats, eta=eta, num_workers=num_workers, mode=mode, batch_size=batch_size)
 
 
-def _request_inner_product(stats, *, vartheta, num_workers, mode, batch_size, **_):
+def _request_inner_product(
+    stats: GradientStats,
+    *,
+    vartheta: float,
+    num_workers: int,
+    mode: TestMode,
+    batch_size: int,
+    **_: object,
+) -> Scalar:
+    """Request a batch by the inner-product test."""
     return inner_product_test(
         stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
     )
 
 
-def _request_augmented(stats, *, vartheta, nu, num_workers, mode, batch_size, **_):
+def _request_augmented(
+    stats: GradientStats,
+    *,
+    vartheta: float,
+    nu: float,
+    num_workers: int,
+    mode: TestMode,
+    batch_size: int,
+    **_: object,
+) -> Scalar:
+    """Request a batch by the augmented inner-product test."""
     return augmented_inner_product_test(
         stats, vartheta=vartheta, nu=nu, num_workers=num_workers, mode=mode, batch_size=batch_size
     )
 
 
-def _request_constant(stats, *, batch_size, **_):
+def _request_constant(stats: None, *, batch_size: int, **_: object) -> int:
+    """Request the present batch again."""
     return constant(batch_size=batch_size)
 
 
-def _request_ramp(stats, *, schedule, round_index, **_):
+def _request_ramp(
+    stats: None, *, schedule: Sequence[tuple[int, int]], round_index: int, **_: object
+) -> int:
+    """Request the batch that a schedule gives for the round."""
     return ramp(schedule=schedule, round_index=round_index)
 
 
@@ -333,7 +365,7 @@ def _ip_variance(stats: GradientStats, mode: TestMode) -> Scalar:
     return stats.ip_sum / stats.ip_weight
 
 
-def _maximum(a, b):
+def _maximum(a: Any, b: Any) -> Any:
     """Return the larger of two NumPy or JAX numbers, by the library of the first."""
     # `max` would branch on the values, which is impossible while tracing.
     return a.__array_namespace__().maximum(a, b)

@@ -7,7 +7,7 @@ X is any first axis, such as trainers or workers.
 """
 
 import math
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
     if precision == "float32":
         return packed_X
 
-    def unpack_leaf(leaf, packed):
+    def unpack_leaf(leaf: Any, packed: Any) -> Array:
         """Dequantise one array to the shape and dtype of `leaf`."""
         if precision == "bfloat16":
             return lax.bitcast_convert_type(packed, jnp.bfloat16).astype(leaf.dtype)

@@ -4,12 +4,13 @@ The noise S = (sum |g_j|^2 - t |g|^2) / (t - 1) and the signal G2 = |g|^2 - S / 
 with mean g are unbiased; so is the variance from inner products (docs/algorithm.md, section 2).
 
 Axes of arrays, besides those of `core.types`: B all examples here, of which C are in one pass; P
-the parts of a batch (its thirds, or the whole), of which I are chosen; E directions.
+the parts of a batch (its thirds, or the whole), of which I are chosen; E directions. `on_any_mesh`
+lets a function take arrays that are sharded over explicit axes of a mesh too.
 """
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def _with_products(
     is_last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)  # in the last third
     num_last = jnp.sum(is_last_B).astype(jnp.float32)
 
-    def centred(values_B):
+    def centred(values_B: Array) -> Array:
         """Subtract the mean over the last third; return zero outside it."""
         # Divide by at least 1, as the last third of one or two examples is empty.
         mean = jnp.sum(jnp.where(is_last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
@@ -230,7 +231,8 @@ def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> L
     """
     loss_and_aux = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
 
-    def loss_of(values, batch, **keywords):  # `tap_B`, only for the estimator `taps`
+    # `**keywords` is `tap_B`, only for the estimator `taps`.
+    def loss_of(values: PyTree, batch: PyTree, **keywords: Any) -> Array:
         """Return the loss without the auxiliary output."""
         loss, _ = loss_and_aux(values, batch, **keywords)
         return loss
@@ -275,7 +277,7 @@ class _Examples(NamedTuple):
         num_passes_I = -(-(ends_I - starts_I) // self.group)  # rounded up
         end_pass_I = jnp.cumsum(num_passes_I)  # the number of passes up to the end of each part
 
-        def one_pass(k, carry):
+        def one_pass(k: Array | int, carry: PyTree) -> PyTree:
             """Run pass `k`, counted over all parts; return the new carry."""
             i = jnp.sum(k >= end_pass_I)  # the number of parts that ended before pass k
             first_pass_of_part = end_pass_I[i] - num_passes_I[i]
@@ -313,7 +315,9 @@ def _sum_gradients(
     `loss_of(params, batch)` is the loss, and `method` measures the examples of one pass.
     """
 
-    def add_pass(part, index_C, valid_C, batch_C, carry):
+    def add_pass(
+        part: Array, index_C: Array, valid_C: Array, batch_C: PyTree, carry: tuple[PyTree, Array]
+    ) -> tuple[PyTree, Array]:
         """Add the gradients and norms of one pass; the body of `scan_passes`."""
         sums_P, norms_B = carry
         grad_sum, norms_C = method.gradients(loss_of, params, batch_C, valid_C)
@@ -357,7 +361,7 @@ def _multiply(
         lambda sum_3: jnp.tensordot(weights_33, sum_3, 1, precision="highest"), sums_3
     )
 
-    def multiply(parts_I, num_means, products_3B):
+    def multiply(parts_I: np.ndarray, num_means: int, products_3B: Array) -> Array:
         """Multiply the gradients of the thirds `parts_I` with the first `num_means` of the means.
 
         Returns `products_3B` with these products added.
@@ -365,7 +369,9 @@ def _multiply(
         rows = slice(num_means)
         directions_E = jax.tree.map(lambda leaf_3: leaf_3[rows], means_3)
 
-        def multiply_pass(_, index_C, valid_C, batch_C, products_3B):
+        def multiply_pass(
+            _: Array, index_C: Array, valid_C: Array, batch_C: PyTree, products_3B: Array
+        ) -> Array:
             """Add the products of one pass; the body of `scan_passes`."""
             products_EC = method.products(loss_of, params, batch_C, directions_E)
             products_EC = products_EC.astype(jnp.float32) / rms  # as the means were divided
@@ -418,7 +424,7 @@ def _examples(
         part_sizes = [size]
         ends_P = t[None]
 
-    def cost(group):
+    def cost(group: int) -> int:
         """Return the cost of all passes if each has `group` examples, in costs of one example.
 
         A pass of n examples costs about as much as n + 1 examples.
@@ -470,20 +476,23 @@ def _gradients_by_taps(
     # `watched` is the identity, but its backward pass, which JAX runs only if a layer of the loss
     # used the tap, notes that it was.
     @jax.custom_vjp
-    def watched(tap_C):
+    def watched(tap_C: Array) -> Array:
+        """Return the tap as it is."""
         return tap_C
 
-    def forward(tap_C):
+    def forward(tap_C: Array) -> tuple[Array, None]:
+        """Return the result of `watched`, and nothing for the backward pass."""
         return tap_C, None
 
-    def backward(_, squares_C):
+    def backward(_: None, squares_C: Array) -> tuple[Array]:
+        """Note that the tap is used; return its cotangent as it is."""
         nonlocal is_tap_used
         is_tap_used = True
         return (squares_C,)
 
     watched.defvjp(forward, backward)
 
-    def loss(params, tap_C):
+    def loss(params: PyTree, tap_C: Array) -> Array:
         """Return the mean loss of the pass, to be differentiated by both arguments."""
         return loss_fn(params, batch, tap_B=watched(tap_C))
 
@@ -511,7 +520,7 @@ def _products_by_vmap(
     shapes after E.
     """
 
-    def product(leaf_E, leaf_C):
+    def product(leaf_E: Array, leaf_C: Array) -> Array:
         """Multiply one leaf of each direction with the same leaf of each gradient: [E, C]."""
         rows_E = leaf_E.reshape(len(leaf_E), -1)
         rows_C = leaf_C.reshape(len(leaf_C), -1)
@@ -531,10 +540,11 @@ def _products_by_jvp(
     that no gradient is held. Leaves of `batch_C` are [C, 1, ...], those of `directions_E` [E, ...].
     """
 
-    def losses_C(params):
+    def losses_C(params: PyTree) -> Array:
+        """Return the loss of each example."""
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch_C)
 
-    def slopes_C(direction):
+    def slopes_C(direction: PyTree) -> Array:
         """Return the derivative of each example's loss along one direction."""
         tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
         _, slopes = jax.jvp(losses_C, (params,), (tangents,))

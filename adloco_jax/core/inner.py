@@ -1,7 +1,9 @@
 """The inner steps of a round: each worker's own updates (AdLoCo algorithm 1, lines 7 to 13).
 
 Axes of arrays: T micro-batches, R workers, B examples of a micro-batch. An update ends with one
-micro-batch or, if gradients are accumulated, with the last of several.
+micro-batch or, if gradients are accumulated, with the last of several. `on_any_mesh` lets a
+function take arrays that are sharded over explicit axes of a mesh too; its argument says how the
+results are sharded.
 """
 
 import functools
@@ -65,7 +67,8 @@ def inner_steps(
     Args:
       workers: The result of `start_round` or of an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
-      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
+      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples; called with the
+        keyword `key` too if `key_TRB` is given.
       inner_tx: Transformation of a worker's gradients. Refused are those whose state holds
         parameters (schedule-free, SAM, lookahead).
       learning_rate_TR: A factor on the update that the micro-batch completes. None means 1.
@@ -116,7 +119,7 @@ def inner_steps(
     )
     step = functools.partial(_step, value_and_grad, transform)
 
-    def run_worker(carry, inputs_T):
+    def run_worker(carry: tuple, inputs_T: tuple) -> tuple[tuple, tuple]:
         """Train one worker on its T micro-batches.
 
         Returns its carry, and (loss, whether the update was skipped, auxiliary output), [T, ...].
@@ -124,7 +127,9 @@ def inner_steps(
         examples_T, learning_rate_T = inputs_T
         return lax.scan(step, carry, (examples_T, learning_rate_T, accumulation_T))
 
-    # Workers are mapped over the first axis, which is T in the inputs: so T and R are swapped.
+    # Workers are mapped over the first axis, which is T in the inputs: so T and R are swapped. A
+    # worker's carry has what a micro-batch changes; `finite_R` says whether all losses of the
+    # gradients in the sum are finite.
     carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
     inputs_RT = _swap(((batch_TRB, key_TRB), learning_rate_TR))
     carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, sequential=sequential)
@@ -189,7 +194,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
     is_finite &= jnp.isfinite(loss)
 
     # Both branches return the new carry, and whether an update was skipped.
-    def end_update():
+    def end_update() -> tuple[tuple, Array]:
         """Update by the mean gradient, and begin a new sum."""
         mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
         new_params, new_state, skipped = _update(
@@ -198,7 +203,7 @@ def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tup
         zeros = jax.tree.map(jnp.zeros_like, grad_sum)
         return (new_params, new_state, zeros, jnp.ones_like(is_finite)), skipped
 
-    def go_on():
+    def go_on() -> tuple[tuple, Array]:
         """Leave the worker as it is until the update's last micro-batch."""
         return (params, state, grad_sum, is_finite), jnp.zeros_like(is_finite)
 
@@ -230,7 +235,7 @@ def _update(
     stack_of_one = jax.tree.map(lambda leaf: leaf[None], grads)
     is_finite &= jnp.isfinite(squared_norms(stack_of_one)[0])
 
-    def apply(params, state):
+    def apply(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return parameters and state after the update."""
         values = trainable(params)
         updates, new_state = transform(grads, state, values)
@@ -243,10 +248,12 @@ def _update(
     # Two ways to skip the update. On a CPU a select costs a copy of the optimizer's state in every
     # update. On a GPU a branch costs two copies, and a select is a part of the kernels that update
     # the state.
-    def branch(params, state):
+    def branch(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return parameters and state after the update, or as before, by a branch."""
         return lax.cond(is_finite, apply, lambda *before: before, params, state)
 
-    def select(*before):
+    def select(*before: PyTree) -> tuple[PyTree, PyTree]:
+        """Return what `branch` does, by a choice between both for each number."""
         return jax.tree.map(functools.partial(jnp.where, is_finite), apply(*before), before)
 
     params, state = lax.platform_dependent(params, state, cpu=branch, default=select)
@@ -271,7 +278,7 @@ def _in_passes(
     # Leaves [number of passes, examples of a pass, ...].
     passes = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
 
-    def add_pass(total, pass_inputs):
+    def add_pass(total: PyTree, pass_inputs: PyTree) -> tuple[PyTree, None]:
         """Add the results of one pass to their sum; the body of a `lax.scan`."""
         return jax.tree.map(jnp.add, total, value_and_grad(params, pass_inputs)), None
 
@@ -300,7 +307,7 @@ def _map_workers(
     if not sequential:
         return jax.vmap(run)(carry_R, inputs_R)
 
-    def run_next(carry_R, step):
+    def run_next(carry_R: PyTree, step: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
         """Run the worker whose index and inputs are `step`; the body of a `lax.scan`."""
         index, inputs = step
         carry = jax.tree.map(lambda leaf: leaf[index], carry_R)
@@ -318,7 +325,7 @@ def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
     [], and how many at each one, itself included, int32 [T].
     """
 
-    def count(num_grads, ends_update):
+    def count(num_grads: Array, ends_update: Array) -> tuple[Array, Array]:
         """Count one micro-batch; return the gradients in the sum after it, and with it."""
         num_grads += 1
         return jnp.where(ends_update, 0, num_grads), num_grads
@@ -346,7 +353,7 @@ def adamw(
     for norms and biases, "other"; "stacked_" before it if the first axis counts layers.
     """
 
-    def decays(params):
+    def decays(params: PyTree) -> PyTree:
         """Return a tree of booleans: whether a leaf, by its label, decays."""
         return jax.tree.map(lambda label: not label.endswith("other"), label_params(params))
 

@@ -2,7 +2,9 @@
 
 Trainers that merge are members of the merge; the first, the representative, remains. A trainer's
 request is the batch that its last test asked for. The pool is all workers together. Array names end
-with n where the first axis counts members; M counts trainers, R workers.
+with n where the first axis counts members; M counts trainers, R workers. `on_any_mesh` lets a
+function take arrays that are sharded over explicit axes of a mesh too; its argument says how the
+results are sharded.
 """
 
 import math
@@ -162,7 +164,7 @@ def merge(
     share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)  # the first member that is not masked out
 
-    def merge_leaf(leaf_M):
+    def merge_leaf(leaf_M: Array) -> Array:
         """Write the members' mean at the representative's position; keep only the survivors."""
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             # Whole numbers and keys are not averaged: those of the representative stay.
@@ -330,7 +332,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     # Compute in whole numbers. The exact share of a trainer is requested * num_workers / total.
     sizes = [max(1, b * num_workers // total) for b in requested]  # rounded down, but at least 1
 
-    def shortfall(i):
+    def shortfall(i: int) -> tuple[int, int]:
         """Return a key to sort by: how far trainer i is below its exact share, then its position.
 
         The position is negative, so that of equal trainers the lower position is the larger key.

@@ -23,7 +23,8 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
     On explicit axes many operations must name the sharding of their result. So the function runs
     with automatic axes, and only the shardings of its results are prescribed. A dimension that the
-    mesh axes do not divide evenly is not sharded.
+    mesh axes do not divide evenly is not sharded. Outside of `jax.jit`, each call on such a mesh is
+    compiled anew, because the function that is compiled holds the call's other arguments.
 
     Args:
       shardings: `shardings(whole, result, *args, **kwargs)` returns a tree of shardings that is a
@@ -35,11 +36,11 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
       The decorator. If no array is on such a mesh, the decorated function is called as it is.
     """
 
-    def decorate(function):
+    def decorate(function: Callable) -> Callable:
         """Return a function that calls `function`, and also accepts arrays on explicit axes."""
 
         @functools.wraps(function)
-        def call(*args, **kwargs):  # the arguments of any decorated function
+        def call(*args: Any, **kwargs: Any) -> PyTree:  # the arguments of any decorated function
             """Call the function as it is, or with automatic axes if one of its arrays needs it."""
             leaves, structure = jax.tree.flatten((args, kwargs))
             array_shardings = {}  # by the position of an array in `leaves`
@@ -52,7 +53,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             # Only arrays can be arguments of `jit`, so the other leaves are bound in `call_with`.
             arrays = [jnp.asarray(leaves[i]) for i in array_shardings]
 
-            def call_with(*arrays):
+            def call_with(*arrays: Any) -> PyTree:
                 """Call the function with these arrays in place of those in its arguments."""
                 values = list(leaves)
                 for i, array in zip(array_shardings, arrays, strict=True):
@@ -66,7 +67,8 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             with jax.sharding.use_abstract_mesh(automatic):
                 result = jax.eval_shape(call_with, *shapes)
 
-            # The results' shardings, from the arguments with shardings in place of arrays.
+            # The results' shardings, from the arguments with shardings in place of arrays. They are
+            # made on `mesh`, because the sharding of an array of one device names no mesh.
             sharding_leaves = list(leaves)
             for i, sharding in array_shardings.items():
                 sharding_leaves[i] = NamedSharding(mesh, sharding.spec)
@@ -124,7 +126,9 @@ def replicated(whole: NamedSharding, result: PyTree, *_: Any, **__: Any) -> PyTr
     return whole
 
 
-def like_argument(whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any):
+def like_argument(
+    whole: NamedSharding, result: PyTree, argument: PyTree, *_: Any, **__: Any
+) -> PyTree:
     """Return the shardings of the function's first argument, which has the result's tree."""
     return argument
 
@@ -137,7 +141,9 @@ def like_argument_and_replicated(
     return (argument, *others)
 
 
-def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
+def like_ensemble(
+    whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any
+) -> PyTree:
     """Shard a result of the class `Ensemble` like the argument `ensemble`.
 
     The count of rounds is replicated. `sizes` are those of the result, because it may have other
@@ -161,7 +167,7 @@ def varying_alike(*trees: PyTree) -> PyTree:
     tuple of the trees; outside `jax.shard_map` nothing changes.
     """
 
-    def varying_axes(leaf):
+    def varying_axes(leaf: Any) -> frozenset:
         """Return the names of the mesh axes over which an array varies, a frozenset."""
         return jax.typeof(leaf).manual_axis_type.varying
 
@@ -169,7 +175,7 @@ def varying_alike(*trees: PyTree) -> PyTree:
     for leaf in jax.tree.leaves(trees):
         all_axes = all_axes | varying_axes(leaf)
 
-    def vary(leaf):
+    def vary(leaf: Any) -> Any:
         """Mark one array as varying over the axes of all."""
         missing = all_axes - varying_axes(leaf)
         if not missing:

@@ -5,8 +5,10 @@ workers in other processes, `pack_differences` and `apply_differences` replace `
 
 A worker's difference is its trainer's parameters minus its own; it is usable if it is finite. The
 pseudo-gradient of a trainer is the mean of its workers' differences. Packed arrays are in the form
-that is sent (`core.compress`). Axes of arrays: M trainers, R workers, W those of one trainer, S
-updates of a worker, each of A micro-batches of B examples, T micro-batches.
+that is sent (`core.compress`). `on_any_mesh` lets a function take arrays that are sharded over
+explicit axes of a mesh too; its argument says how the results are sharded. Axes of arrays: M
+trainers, R workers, W those of one trainer, S updates of a worker, each of A micro-batches of B
+examples, T micro-batches.
 """
 
 import functools
@@ -71,7 +73,8 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
     Source: DiLoCo (arXiv 2311.08105), algorithm 1, line 12.
     """
 
-    def weighted_sum(leaf_W):
+    def weighted_sum(leaf_W: Array) -> Array:
+        """Sum one leaf over the workers, each times its share."""
         # The shares, broadcast over all axes but the first.
         return jnp.sum(leaf_W * share_W.reshape((-1,) + (1,) * (leaf_W.ndim - 1)), axis=0)
 
@@ -105,7 +108,7 @@ def aggregate_by_trainer(
     if weights_R is None:
         weights_R = jnp.ones(sum(sizes), jnp.float32)
 
-    def one_trainer(trainer_entries):
+    def one_trainer(trainer_entries: tuple[Array, Array, PyTree]) -> tuple[PyTree, Array]:
         """Aggregate one trainer's workers; return its pseudo-gradient, and whether one is usable.
 
         `trainer_entries` has usability, weights and differences of the workers [W, ...]. `shares`
@@ -242,7 +245,7 @@ def outer_step(
         skip_single=skip_single,
     )
 
-    def by_updates(leaf_TR):
+    def by_updates(leaf_TR: Array) -> Array:
         """Divide the micro-batches by their updates: [T, R, ...] -> [S, A, R, ...]."""
         return leaf_TR.reshape(num_updates, num_accum_steps, *leaf_TR.shape[1:])
 
@@ -409,7 +412,7 @@ def running_average(
     """
     share_M = jnp.asarray(share_M, jnp.float32)
 
-    def mix(old_M, new_M):
+    def mix(old_M: Array, new_M: Array) -> Array:
         """Mix one leaf [M, ...] of the old averages with that of the parameters."""
         dtype = at_least_float32(new_M.dtype)
         share = share_M.reshape((-1,) + (1,) * (new_M.ndim - 1)).astype(dtype)
@@ -458,7 +461,7 @@ def pack_differences(
     check_precision(precision)
     is_single_R = _are_single(ensemble) if single_R is None else np.array(single_R)
 
-    def subtract(start_R, end_R):
+    def subtract(start_R: Array, end_R: Array) -> Array:
         """Return one leaf's difference, in float32."""
         # Cast after the subtraction: a float64 update may be smaller than the spacing of float32.
         difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
@@ -629,7 +632,7 @@ def _quantised_if_sent(
     if not single_M.any():
         return arrived_M
 
-    def keep_single(arrived, exact):
+    def keep_single(arrived: Array, exact: Array) -> Array:
         """Put the exact updates of trainers with one worker back, in one leaf."""
         return arrived.at[single_M].set(exact[single_M])
 
@@ -640,8 +643,10 @@ def _example_keys(key: Array, sizes: Sequence[int], batch_TRB: PyTree) -> Array:
     """Derive from `key` a random key for each example of a batch with leaves [T, R, B, ...].
 
     T counts micro-batches, R the workers of all trainers, and B examples. `sizes` has the number of
-    each trainer's workers. The result is [T, R, B]. Folded in are the positions of the trainer, of
-    the worker, and of the example among all that this worker has in the round.
+    each trainer's workers. The result is [T, R, B]. Folded in are the position of the trainer, that
+    of the worker among the workers of all trainers, and that of the example among all that this
+    worker has in the round. The trainer is folded in so that a worker that has moved to another
+    trainer draws other numbers.
     """
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     trainer_1R1 = of_workers(sizes)[None, :, None]

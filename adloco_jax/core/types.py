@@ -9,7 +9,9 @@
   N  layers                              V  vocabulary
 
 An array's name ends with its axes (`tokens_SRBL`), a pytree's with the first axes of its leaves.
-In helpers W are the workers of one trainer, and X is any first axis, such as M or R.
+In helpers W are the workers of one trainer, and X is any first axis, such as M or R. `on_any_mesh`
+lets a function take arrays that are sharded over explicit axes of a mesh too; its argument says how
+the results are sharded.
 """
 
 import functools
@@ -183,7 +185,7 @@ def trainable(params: PyTree) -> PyTree:
     Raises ValueError if there is no floating-point leaf, or if a leaf is complex.
     """
 
-    def select(leaf):
+    def select(leaf: Array) -> Array | None:
         """Return a floating-point leaf as it is, and None for all others."""
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
@@ -210,12 +212,12 @@ def without_state(params: PyTree) -> PyTree:
     """
 
     # Classes are compared by name, so that `flax.nnx` need not be imported.
-    def flax_classes(node):
+    def flax_classes(node: Any) -> set[str]:
         """Return the names of the classes of Flax that the node is an instance of."""
         classes = type(node).__mro__
         return {kind.__name__ for kind in classes if kind.__module__.startswith("flax.")}
 
-    def is_variable(node):
+    def is_variable(node: Any) -> bool:
         """Return whether a node is a variable of NNX that is no parameter."""
         return "Variable" in flax_classes(node) and "Param" not in flax_classes(node)
 
@@ -274,11 +276,11 @@ def label_by_name(
         embedding, or because it has the shape of one.
     """
 
-    def path_name(path):
+    def path_name(path: tuple) -> str:
         """Return a leaf's path as text, its parts joined by slashes."""
         return jax.tree_util.keystr(path, simple=True, separator="/")
 
-    def label_one(path, leaf):
+    def label_one(path: tuple, leaf: Array) -> str:
         """Return the leaf's label; "" if its name tells none and it has two or more axes."""
         label = known(path, leaf)
         if label:
@@ -339,7 +341,7 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     An optax update may have widened them. PRNG keys stay as they are.
     """
 
-    def cast(leaf, old):
+    def cast(leaf: Array, old: Array) -> Array:
         """Cast one leaf, unless it is a PRNG key."""
         return leaf if is_key(old) else leaf.astype(old.dtype)
 
@@ -396,10 +398,10 @@ def init(
             f"{num_trainers}, together num_workers={num_workers}"
         )
 
-    def stack(tree, size):
+    def stack(tree: PyTree, size: int) -> PyTree:
         """Return a tree of leaves [size, ...], all copies of those of `tree`."""
 
-        def copies(leaf):
+        def copies(leaf: Any) -> Array:
             """Repeat one leaf along a new first axis."""
             leaf = jnp.asarray(leaf)
             if not is_key(leaf):
@@ -467,7 +469,7 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     if sub.sizes != taken:
         raise ValueError(f"sub has trainers of {sub.sizes} workers, expected {taken}, as taken")
 
-    def write(tree, index, part):
+    def write(tree: PyTree, index: np.ndarray, part: PyTree) -> PyTree:
         """Write the leaves of `part` into those of `tree`, at positions of the first axis."""
         return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), tree, part)
 
@@ -506,10 +508,10 @@ def map_trainers(
       sizes: Number of each trainer's workers [M].
     """
 
-    def call_on_neighbours(first, num_trainers, size):
+    def call_on_neighbours(first: int, num_trainers: int, size: int) -> PyTree:
         """Call the function on trainers with `size` workers each, from worker `first` on."""
 
-        def split(leaf_R):
+        def split(leaf_R: Array) -> Array:
             """Return the neighbours' entries of a leaf, [num_trainers, size, ...]."""
             leaf = leaf_R[first : first + num_trainers * size]
             return leaf.reshape(num_trainers, size, *leaf.shape[1:])
@@ -530,7 +532,8 @@ def map_trainers(
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
     """Take `tree_X` where `condition_X` is True along the leaves' first axis, else `other_X`."""
 
-    def select(leaf, other):
+    def select(leaf: Array, other: Array) -> Array:
+        """Choose between two leaves, entry by entry of the first axis."""
         # The condition, broadcast over all axes but the first.
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
 
@@ -619,7 +622,7 @@ def moved_states(
       trainer_R: For each worker of the result, the old position of its new trainer.
     """
 
-    def join(leaf_W):
+    def join(leaf_W: Array) -> Array:
         """Return the state of a worker that joins a trainer, with workers' states `leaf_W`."""
         if is_key(leaf_W):
             return leaf_W[0]
@@ -630,7 +633,7 @@ def moved_states(
         is_equal = jnp.all(leaf_W == leaf_W[:1], axis=0)
         return jnp.where(is_equal, leaf_W[0], mean.astype(leaf_W.dtype))
 
-    def move(leaf_R):
+    def move(leaf_R: Array) -> Array:
         """Keep the states of workers that stay; give the others their new trainer's mean."""
         joined_M = map_trainers(join, leaf_R, ensemble.sizes)
         return where_leading(stays_R, leaf_R[source], joined_M[trainer_R])

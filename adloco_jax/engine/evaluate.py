@@ -122,7 +122,9 @@ def reported(ensemble: Ensemble) -> Ensemble:
     return ensemble.replace(params_M=ensemble.average_M)
 
 
-def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
+def merged_params(
+    ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]
+) -> PyTree:
     """Compute the parameters that a merge would give; the ensemble does not change.
 
     `members` are positions of trainers, the representative first; `weights` are their weights in
@@ -189,7 +191,7 @@ def _row(tree_M: PyTree, position: int) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnames="members")
-def _merged_params(params_M, members, weights_n):
+def _merged_params(params_M: PyTree, members: tuple[int, ...], weights_n: jax.Array) -> PyTree:
     """Merge trainers that have parameters alone; return the merged ones, without the axis M.
 
     `members` are the positions of the trainers that merge, the representative first; `weights_n`,

@@ -157,11 +157,12 @@ class LocalEngine:
         )
         first = settings.share_done(before.round, before.tokens_total)
         last = settings.share_done(control.round, control.tokens_total)
+        # What `_report` needs: it tells the caller which share of the run each call has ended.
         self._num_calls = sum(len(calls) for calls in round_inputs.calls)
         ends = np.linspace(first, last, self._num_calls + 1)[1:]
         self._shares = deque(ends.tolist())
         self._losses.clear()
-        self._begun = state
+        self._begun = state  # with which `_note` raises Stopped
         self._clock_s = self._now_s()
 
         # The devices run the updates, while the host decides and prepares the next round.
@@ -204,7 +205,9 @@ class LocalEngine:
         """Make the next round's inputs; compile the next two rounds' programs in the background.
 
         `control` is the host's data at the end of the current round. Programs are compiled for the
-        merge that is foreseen; inputs are made as if trainers and workers stayed the same.
+        merge that is foreseen; inputs are made as if trainers and workers stayed the same. If they
+        do not, `inputs` sees that by `round_identity`, what the inputs were made for, and makes
+        them anew.
         """
         settings = self.settings
         done = settings.share_done(control.round, control.tokens_total)

@@ -46,7 +46,8 @@ class Mode(NamedTuple):
     sequential: bool  # one worker after another, not all at once
     remat: bool  # layers are recomputed in the backward pass
 
-    def __str__(self):
+    def __str__(self) -> str:
+        """Say in words how workers run."""
         order = "one after another" if self.sequential else "at once"
         return f"workers {order}" + (", rematerialised" if self.remat else "")
 

@@ -106,7 +106,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
         in_base_dtype = functools.partial(hf.as_held, dtype=model.base_dtype or "bfloat16")
         base_shapes = jax.eval_shape(in_base_dtype, frozen)
 
-        def init_adapter(key):
+        def init_adapter(key: jax.Array) -> PyTree:
             """Draw all parameters, and return only those of the adapter."""
             adapter, _ = split_adapter(init_all(key))
             return adapter

@@ -7,7 +7,9 @@ held-out rows.
 
 The functions that make programs are given `at`, the mesh of devices with its shardings. Its axes
 `trainer` and `worker`, together POOL, divide the workers; along the others devices share a worker.
-Axes of arrays: M trainers, R workers, T micro-batches, B rows, L tokens.
+A key (`ProgramKey`) names a program by what it is compiled for; its `layout` says which workers and
+devices that are. Rows are a tree: an array of tokens, or a `RowBatch` of several arrays. Axes of
+arrays: M trainers, R workers, T micro-batches, B rows, L tokens.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ from adloco_jax.core.arguments import fold_in_each
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.merge import merge, move_workers, spawn
 from adloco_jax.core.outer import inner_steps, outer_update
-from adloco_jax.core.types import Ensemble, Workers, of_workers, take
+from adloco_jax.core.types import Ensemble, GradientStats, Workers, of_workers, take
 from adloco_jax.data.files import cache_folder, trim_cache
 from adloco_jax.engine.sharding import (
     POOL,
@@ -258,7 +260,7 @@ def lower(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Lowered:
 
         # Frozen weights are an argument of the program, because as constants they would be copied
         # into it. So the loss gets them while the program is traced.
-        def with_base(*arguments, base):
+        def with_base(*arguments: PyTree, base: PyTree) -> Any:
             """Run the program with a loss to which the frozen weights are bound."""
             loss_fn = functools.partial(spec.loss_fn, base=base)
             traced = build(dataclasses.replace(spec, loss_fn=loss_fn), key, at)
@@ -316,7 +318,14 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         position = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
         arguments = (*arguments, position)
 
-    def steps(workers, rows_TRB, rate_TR, update_T, stream_R3, *position):
+    def steps(
+        workers: Workers,
+        rows_TRB: PyTree,
+        rate_TR: Array,
+        update_T: Array | None,
+        stream_R3: Array | None,
+        *position: Array,
+    ) -> tuple[Workers, Array, Array]:
         """Run inner steps, after making the keys of a loss that takes one."""
         rows_and_keys = add_keys(spec, rows_TRB, stream_R3)
         return advance(workers, rows_and_keys, rate_TR, update_T, *position)
@@ -335,7 +344,7 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key.layout).params_R, None)
 
-    def update(ensemble, workers):
+    def update(ensemble: Ensemble, workers: Workers) -> tuple[Ensemble, Array]:
         """Run `outer_update` with the settings of the run, and the shardings of the mesh."""
         return outer_update(
             ensemble,
@@ -363,14 +372,22 @@ def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
 
-    def steps(workers, *inputs):
+    def steps(workers: Workers, *inputs: Any) -> tuple:
         """Run inner steps; `inputs` are those of `advance` after the workers."""
         workers, *measured_TR = advance(workers, *inputs)
         # Without this constraint, the operations after the inner steps would determine how arrays
         # are sharded in the loop over inner steps.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    def fragment_program(ensemble, workers, rows_TRB, rate_TR, update_T, stream_R3, fragment):
+    def fragment_program(
+        ensemble: Ensemble,
+        workers: Workers,
+        rows_TRB: PyTree,
+        rate_TR: Array,
+        update_T: Array | None,
+        stream_R3: Array | None,
+        fragment: Array,
+    ) -> tuple[Ensemble, Workers, PyTree, Array]:
         """Run `fragment_steps` with the settings of the run, and the shardings of the mesh."""
         inputs_T = (add_keys(spec, rows_TRB, stream_R3), rate_TR, update_T)
         return fragment_steps(
@@ -453,10 +470,12 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         # equal on all devices, and differs afterwards.
         check_vma=False,
     )
-    def of_each(params_M, trainer_R, rows_RB, count_R):
+    def of_each(
+        params_M: PyTree, trainer_R: Array, rows_RB: PyTree, count_R: Array
+    ) -> GradientStats:
         """On each device, measure its workers; M and R count those of the device."""
 
-        def of_worker(worker):
+        def of_worker(worker: tuple[Array, PyTree, Array]) -> GradientStats:
             """Measure one worker: (position of its trainer, rows, number of rows that count)."""
             trainer, rows_B, count = worker
             # `trainer` is the position among all trainers; those of a device are adjacent.
@@ -465,7 +484,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 
         return jax.lax.map(of_worker, (trainer_R, rows_RB, count_R))
 
-    def stats(params_M, rows_RB, count_R):
+    def stats(params_M: PyTree, rows_RB: PyTree, count_R: Array) -> GradientStats:
         """Measure all workers; give each the position of its trainer."""
         return of_each(params_M, jnp.array(of_workers(key.sizes)), rows_RB, count_R)
 
@@ -486,11 +505,11 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     # Devices that share the rows have few of them each, so they need no smaller parts.
     at_once = spec.loss_chunk if at.mesh.size == 1 else 0
 
-    def losses(params, rows_B):
+    def losses(params: PyTree, rows_B: PyTree) -> Array:
         """Return the loss of each row: of all at once, or of `at_once` rows at a time."""
 
-        def loss_of(row):
-            """Return the loss of a batch that has only this row."""
+        def loss_of(row: PyTree) -> Array:
+            """Return the loss of a batch that has only this row, leaves [L + 1]."""
             return loss_fn(params, jax.tree.map(lambda leaf_L: leaf_L[None], row))
 
         if at_once:
@@ -541,7 +560,12 @@ def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     # Whether several devices share the batch of a worker.
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
-    def advance(workers, rows_and_keys, rate_TR, update_T):
+    def advance(
+        workers: Workers,
+        rows_and_keys: tuple[PyTree, Array | None],
+        rate_TR: Array,
+        update_T: Array | None,
+    ) -> tuple:
         """Run `inner_steps` with the loss and the optimizer of the run."""
         rows_TRB, key_TRB = rows_and_keys
         return inner_steps(
@@ -583,7 +607,13 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
     specs: list[Any] = [pool, pool, pool, P(), pool]
     by_worker = Workers(*specs)
 
-    def mapped(workers, rows_and_keys, rate_TR, update_T, *position):
+    def mapped(
+        workers: Workers,
+        rows_and_keys: tuple[PyTree, Array | None],
+        rate_TR: Array,
+        update_T: Array | None,
+        *position: Array,
+    ) -> tuple[Workers, Array, Array]:
         """Run `advance` on the workers of each device; the arguments are those of `advance`."""
         in_specs = [by_worker, pool_T, pool_T, P()]
         if position:
@@ -615,7 +645,12 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     # the devices.
     at_once = _advance(spec, at, sequential=False)
 
-    def steps(workers, rows_and_keys, rate_TR, update_T):
+    def steps(
+        workers: Workers,
+        rows_and_keys: tuple[PyTree, Array | None],
+        rate_TR: Array,
+        update_T: Array | None,
+    ) -> tuple[Workers, Array, Array]:
         """Run the inner steps, in turn if the run says so and a device has several workers."""
         num_workers = rate_TR.shape[1]
         # Each group of devices has one worker: there are no turns.
@@ -637,8 +672,18 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
     """
     advance = _advance(spec, at, sequential=True)
 
-    def advance_one(workers, rows_and_keys, rate_TR, update_T, position):
-        """On each device, run the worker at `position`; R counts the workers of the device."""
+    def advance_one(
+        workers: Workers,
+        rows_and_keys: tuple[PyTree, Array | None],
+        rate_TR: Array,
+        update_T: Array | None,
+        position: Array,
+    ) -> tuple[Workers, Array, Array]:
+        """On each device, run the worker at `position`, an int32 [].
+
+        R counts the workers of the device in `workers`; in rows, keys, rates and measurements it is
+        1, that worker alone. Returns the workers, and losses and skipped updates [T, 1].
+        """
         # Take the parameters and the inner state of that worker out of the stack, as one of one.
         # The sum of gradients is already that of one worker, as workers in turn share it.
         stack_R = (workers.params_R, workers.inner_state_R)
@@ -646,7 +691,7 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
             lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack_R
         )
         one = workers.replace(params_R=params_1, inner_state_R=state_1)
-        one, *measured_TR = advance(one, rows_and_keys, rate_TR, update_T)
+        one, loss_TR, skipped_TR = advance(one, rows_and_keys, rate_TR, update_T)
 
         # Write them back to their position.
         params_R, state_R = jax.tree.map(
@@ -654,7 +699,7 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
             stack_R,
             (one.params_R, one.inner_state_R),
         )
-        return one.replace(params_R=params_R, inner_state_R=state_R), *measured_TR
+        return one.replace(params_R=params_R, inner_state_R=state_R), loss_TR, skipped_TR
 
     return _on_each_device(advance_one, at)
 

@@ -3,7 +3,9 @@
 The mesh axes: `trainer` divides trainers, `worker` workers, `data` a worker's batch, `model` its
 parameters and state (and the batch, if divisible); along `idle`, devices repeat the same work. The
 first two together are POOL. A reduce-scatter sums arrays over devices and leaves each a part of the
-sum; an all-gather gives each device all parts; an all-reduce is both.
+sum; an all-gather gives each device all parts; an all-reduce is both. A `Packed` is an array that
+is quantised to be sent: it has a code for each number (`codes`), and one of its `scales` for each
+block of numbers.
 
 Axes of arrays: M trainers, R workers, X either of them, T micro-batches, B rows, L tokens.
 """
@@ -104,7 +106,7 @@ class Placement:
         first_shardings = self._stacked(tree_R, POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, first_shardings)
 
-        def second_sharding(leaf, sharded, first):
+        def second_sharding(leaf: Any, sharded: Any, first: Any) -> Any:
             """Return `sharded`, or `first` for a float leaf that is not divided over workers."""
             # Codes, bits and booleans are not summed as they are: a device needs all workers'.
             if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -128,7 +130,13 @@ class Placement:
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
 
     def ensemble(self, shapes: Ensemble) -> Ensemble:
-        """Shardings of all arrays of an ensemble (trainers and workers) between two rounds."""
+        """Shardings of all arrays of an ensemble (trainers and workers) between two rounds.
+
+        What belongs to a worker is on the worker's devices (`by_worker`). A trainer's parameters,
+        and their averages (`average_M`), are on the devices of each of its workers (`by_trainer`).
+        Outer states, which only the outer update reads, are divided over all these devices
+        (`sharded`).
+        """
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
             # Only the outer update reads it, so no device needs a whole copy.

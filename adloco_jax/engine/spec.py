@@ -51,7 +51,7 @@ class ProgramKey(NamedTuple):
         """Where the program's arrays are."""
         return Layout(self.sizes, max(self.micro_batch_size, 1), self.devices)
 
-    def __str__(self):
+    def __str__(self) -> str:
         """Write the key as in ledgers: M trainers, R workers, micro-batches of B sequences."""
         shape = f"{self.kind} M={len(self.sizes)} R={sum(self.sizes)} B={self.micro_batch_size}"
         if len(set(self.sizes)) > 1:
@@ -187,7 +187,7 @@ class ProgramSpec:
     def sync_bytes(self) -> int:
         """Bytes that one worker sends, and receives, in a synchronisation (of one fragment)."""
 
-        def first_fragment(params):
+        def first_fragment(params: PyTree) -> PyTree:
             """Return the first fragment of one model's parameters; all have about its size."""
             stacked = jax.tree.map(lambda leaf: leaf[None], params)  # as of one trainer [1, ...]
             part = take_fragment(stacked, 0, num_fragments=self.outer.fragments)

@@ -13,6 +13,9 @@ Words of this module:
 - A flush synchronises the updates that Streaming DiLoCo has not sent yet.
 - The pool is all workers that a run may have. Some may join after the start.
 - The ledger is the run's file of events; a change is one line of it, as a dict.
+- A merge is refused if it would raise the guard loss too much. The members are then all kept, or
+  all but the representative leave the run (`merge.on_refusal`).
+- The average of a trainer is the running average of its parameters over its rounds.
 """
 
 import copy
@@ -152,7 +155,9 @@ def adloco(
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
 
-    def decide(control: Control, stats: Stats, plans: Mapping[int, RoundPlan]):
+    def decide(
+        control: Control, stats: Stats, plans: Mapping[int, RoundPlan]
+    ) -> tuple[Control, list[Decision]]:
         """Choose the next sizes of the trainers that ran, by the configured batch-size test."""
         return with_batch_sizes(control, stats, settings, plans)  # 4.2, eq. 10-13
 
@@ -169,7 +174,8 @@ def adloco(
         if done >= 1:  # after the last round, no worker may keep updates to itself
             state, flushed = engine.flush(state, [*state.control.trainers])
             changes += flushed
-        state = with_average(state, before, settings.outer.average)  # not in the paper
+        # The running averages of the trainers' parameters; not in the paper.
+        state = with_average(state, before, settings.outer.average)
 
         members: tuple[int, ...] = ()
         if advanced and merge_due(state.control, settings.merge, done):
@@ -181,9 +187,11 @@ def adloco(
                 changes += merged
 
         joining = joining_workers(state.control, settings.ensemble, done)  # not in the paper
+        # After a merge, or one that was refused, joins are a part of its communication.
+        merged_now = bool(members)
         for trainer, num_workers in joining:
             state, spawned = spawn_workers(
-                state, trainer, num_workers, settings.ensemble, engine, merged_now=bool(members)
+                state, trainer, num_workers, settings.ensemble, engine, merged_now=merged_now
             )
             changes.append(spawned)
 
@@ -389,8 +397,8 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     (the product of both), and the mean of the members' smoothed statistics. The other members leave
     the run. All workers are then divided over the remaining trainers in proportion to demand.
 
-    If the merge was `refused`, the representative keeps its own batch size, round length and
-    statistics; the rest is done as above.
+    If the merge was `refused`, as it would have raised the loss too much, the representative keeps
+    its own batch size, round length and statistics; the rest is done as above.
     """
     changed = copy.deepcopy(control)
     merged = [changed.trainers[m] for m in members]

@@ -1,7 +1,8 @@
 """Plan a round: the number of updates, the batch and the learning rate of each trainer.
 
 An update of a worker is made from one micro-batch, or from the mean gradient of several
-(accumulation). All trainers are named by their ids. T counts the micro-batches of a round.
+(accumulation). All trainers are named by their ids. A trainer's `streams` are the sequences of rows
+that its workers read, one for each worker. T counts the micro-batches of a round.
 """
 
 import math
@@ -184,7 +185,7 @@ def planned(control: Control, trainer_id: int, plan: RoundPlan, rate_T: np.ndarr
     """Return the fields of a trainer's ledger line that are known before its round is run.
 
     `control` is the host's data before the round; `rate_T` has the learning rate of each
-    micro-batch, of which the last is written.
+    micro-batch. The last is written: the rate that the round has reached at its end.
     """
     trainer = control.trainers[trainer_id]
     return {
