@@ -29,7 +29,7 @@ from adloco_jax.engine.model import Model
 from adloco_jax.engine.optimizers import Labeller
 from adloco_jax.engine.programs import use_compilation_cache
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import (
     ConfigError,
     DivergedError,
@@ -137,7 +137,7 @@ def train(
         whole = completed(settings, folder, note=print)
         return assemble(
             whole,
-            here(),
+            this_machine(),
             folder,
             trains=True,
             command=command,
@@ -236,7 +236,7 @@ def fit(
         """Make the run; an error in one process is raised in all."""
         return assemble(
             settings,
-            here(),
+            this_machine(),
             folder,
             trains=True,
             model=model,

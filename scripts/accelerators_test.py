@@ -17,7 +17,7 @@ from kernels import Work, count
 from adloco_jax.config import validate
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import lower
-from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.engine.spec import ProgramKey, this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +39,7 @@ def test_what_is_wrong_with_a_program_is_named(monkeypatch):
     config.model.width, config.model.vocab_size, config.model.mlp_width = 48, 257, 64
     config.data.sequence_length, config.inner.steps_per_round = 16, 2
     settings = validate(config)
-    machine = dataclasses.replace(here(), devices=here().devices[:1])
+    machine = dataclasses.replace(this_machine(), devices=this_machine().devices[:1])
     spec = program_spec(settings, configured_model(settings, machine), machine)
     key = ProgramKey("steps", (8,), 16)
     program = lower(dataclasses.replace(spec, sequential=True), key).compile()

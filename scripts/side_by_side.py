@@ -32,7 +32,7 @@ from adloco_jax.engine.memory import Mode
 from adloco_jax.engine.model import configured_model, examples_per_pass
 from adloco_jax.engine.optimizers import inner_transform, labeller
 from adloco_jax.engine.programs import needed_bytes
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.models import hf
 from adloco_jax.models.configured import InitFn, build_network
 
@@ -68,7 +68,7 @@ SHAPES = {
 
 def functions_of(settings: Settings) -> tuple[InitFn, LossFn]:
     """The model's `init_fn` and loss as a run on this device has them."""
-    model, mode = configured_model(settings, here()), Mode(True, bool(settings.model.remat))
+    model, mode = configured_model(settings, this_machine()), Mode(True, bool(settings.model.remat))
     return model.init_fn, model.loss_of(mode, model.attention(1))
 
 
@@ -113,9 +113,9 @@ class InnerSteps:
                 loss_fn,
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
-                sequential=here().platform == "cpu" if sequential is None else sequential,
+                sequential=this_machine().platform == "cpu" if sequential is None else sequential,
                 examples_per_pass=examples_per_pass(
-                    settings.data.sequence_length * settings.model.width, here()
+                    settings.data.sequence_length * settings.model.width, this_machine()
                 ),
             )
 

@@ -46,7 +46,7 @@ from adloco_jax.data import load_corpus
 from adloco_jax.engine.evaluate import mean_loss
 from adloco_jax.engine.model import configured_model, program_spec, with_weights
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.row_batch import as_row_batch
 from studies import tables
 
@@ -110,7 +110,7 @@ class Arm(NamedTuple):
 
 def compiled_arm(config: ConfigDict) -> Arm:
     """Compile an update of the config's run, and evaluate its model before training."""
-    settings, machine = completed(validate(config)), here()
+    settings, machine = completed(validate(config)), this_machine()
     model = configured_model(settings, machine)
     model, _ = with_weights(model, settings.model, machine, seed=settings.seed)
     spec = program_spec(settings, model, machine)

@@ -26,7 +26,7 @@ from adloco_jax.elastic.signatures import Signatures
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.model import program_spec
 from adloco_jax.engine.programs import Programs, lower
-from adloco_jax.engine.spec import ProgramKey, here
+from adloco_jax.engine.spec import ProgramKey, this_machine
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Llama, hf
 from adloco_jax.models.layers import Adapter, param_shapes, split_adapter, with_adapter
@@ -243,7 +243,7 @@ def test_programs_take_the_base_as_an_argument_that_a_device_holds_once(weights)
     model, _ = with_its_weights(settings)
     base = model.base
     assert model.params is None
-    spec = program_spec(settings, model, here())
+    spec = program_spec(settings, model, this_machine())
     keys = [ProgramKey("steps", (1, 1), 1), ProgramKey("stats", (1, 1)), loss_key(1)]
     for key in keys:
         constants = re.findall(r"dense<[^>]*>", lower(spec, key).as_text())

@@ -20,7 +20,7 @@ from toy import settings_of
 from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
 from adloco_jax.engine.local import by_trainer, without_broken
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes
@@ -56,7 +56,7 @@ def plans_of(control, settings):
 
 
 def groups_of(control, settings):
-    spec = types.SimpleNamespace(machine=here(), model_shards=1)
+    spec = types.SimpleNamespace(machine=this_machine(), model_shards=1)
     return batches.group_by_plan(control, plans_of(control, settings), spec)
 
 

@@ -8,7 +8,7 @@ import toy
 
 from adloco_jax.elastic.learner import Learner, LearnerSetup
 from adloco_jax.engine.model import configured_model, layer_form, program_spec
-from adloco_jax.engine.spec import Machine, here
+from adloco_jax.engine.spec import Machine, this_machine
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -42,11 +42,11 @@ def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):
 
 
 def test_a_cpu_has_no_cudnn():
-    assert attention_of(settings_of(), here()) == "xla"
+    assert attention_of(settings_of(), this_machine()) == "xla"
 
 
 def test_layers_are_functions_on_a_cpu_and_inlined_elsewhere():
-    assert layer_form(here()) == "call"
+    assert layer_form(this_machine()) == "call"
     assert layer_form(Machine((a_gpu("9.0"),), 0)) == "inline"
 
 

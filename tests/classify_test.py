@@ -17,7 +17,7 @@ from adloco_jax.data import load_corpus
 from adloco_jax.data.sampling import interleave, split_heldout
 from adloco_jax.elastic.messages import RunDescription
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import DataError
 from adloco_jax.models import hf
 from adloco_jax.run import join
@@ -225,7 +225,7 @@ def test_its_export_is_a_bert_that_reads_a_text_as_it_was_trained(classified):
     assert len(exported("x" * 99, truncation=True).input_ids) == exported.model_max_length == 64
     assert exported(["a", "bc"], padding=True).attention_mask == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert type(loaded.network).__name__ == "Bert" and loaded.network.num_classes == 2
-    trained = read_trained(classified.workdir, here())
+    trained = read_trained(classified.workdir, this_machine())
     np.testing.assert_array_equal(
         trained.params["classifier"]["kernel"], loaded.params["classifier"]["kernel"]
     )

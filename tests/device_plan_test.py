@@ -12,7 +12,7 @@ import pytest
 
 from adloco_jax import main as main_module
 from adloco_jax.config import default_config
-from adloco_jax.engine.spec import TAKEN, Machine, here
+from adloco_jax.engine.spec import TAKEN, Machine, this_machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.main import main
 from adloco_jax.run.before import estimate as plan_module
@@ -33,7 +33,7 @@ def tiny_config(**ensemble):
 
 def of_bytes(monkeypatch, device_bytes):
     """Replaces every described device by one of this machine, with this memory."""
-    machine = Machine(here().devices, device_bytes)
+    machine = Machine(this_machine().devices, device_bytes)
     monkeypatch.setattr(plan_module, "machine_named", lambda name: machine)
 
 
@@ -86,7 +86,7 @@ def test_the_compiler_plans_for_what_jax_takes_of_a_described_and_a_real_gpu(mon
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
-    real = here()
+    real = this_machine()
     assert real.device_bytes == pytest.approx(machine.device_bytes, abs=1)
     assert real.budget(None) < taken
 

@@ -18,7 +18,7 @@ from adloco_jax.config import validate
 from adloco_jax.data import load_corpus
 from adloco_jax.data.prepared import DocumentRows
 from adloco_jax.engine.model import configured_model, spec_of
-from adloco_jax.engine.spec import Machine, here
+from adloco_jax.engine.spec import Machine, this_machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Llama, sequence_losses
 from adloco_jax.models.kernels import ATTENTION
@@ -157,7 +157,7 @@ def test_a_run_limits_attention_to_documents(tmp_path, capsys):
     given = {"source": "jsonl", "path": str(path), "sequence_length": 16}
     config = toy.tiny_config(data=DOCUMENT | given)
     config.eval.sample_tokens = 4
-    spec = spec_of(validate(config), here())
+    spec = spec_of(validate(config), this_machine())
     assert spec.sequence_length == 16
     assert (spec.row.tokens.shape, spec.row.starts.shape, spec.row.weights) == ((17,), (17,), None)
     assert "attention by xla within documents" in plan(config)

@@ -34,7 +34,7 @@ from adloco_jax.elastic.messages import (
     check_form,
 )
 from adloco_jax.engine.model import spec_of
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import join as run_join
 from adloco_jax.run.kept.folder import recorded_settings
@@ -200,7 +200,7 @@ def test_driver_and_learners_of_a_run_have_its_link(monkeypatch, tmp_path):
 def test_states_travel_in_the_outer_precision_and_no_second_moment_becomes_zero(precision):
     outer = settings_at("file:///bucket").outer.model_copy(update={"precision": precision})
     settings = settings_at("file:///bucket").model_copy(update={"outer": outer})
-    spec, rng = spec_of(settings, here()), np.random.default_rng(0)
+    spec, rng = spec_of(settings, this_machine()), np.random.default_rng(0)
     form = jax.eval_shape(spec.inner_tx.init, spec.params)
     state = jax.tree.map(lambda x: (10 ** rng.uniform(-9, 0, x.shape)).astype(x.dtype), form)
     sent = jax.device_get(learner.pack_state(state, precision))
@@ -608,7 +608,7 @@ def test_a_server_that_asks_for_patience_at_the_start_is_waited_for(monkeypatch,
 def test_one_learner_whose_request_cannot_be_written_does_not_hold_up_another(
     monkeypatch, tmp_path
 ):
-    spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), here())
+    spec = spec_of(validate(importlib.import_module(QUICKSTART).get_config()), this_machine())
     settings = types.SimpleNamespace(engine=types.SimpleNamespace(heartbeat_s=1000.0))
     given = types.SimpleNamespace(spec=spec, settings=settings)
     there, is_open = opened(tmp_path / "bucket"), threading.Event()

@@ -18,7 +18,7 @@ from adloco_jax import main as cli
 from adloco_jax.config import completed, validate
 from adloco_jax.data.corpus import load_corpus, readable
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.models import hf, llama
 from adloco_jax.models.configured import build_network
@@ -84,10 +84,10 @@ def test_each_evaluation_continues_the_same_heldout_text_with_the_consensus(trai
 
 
 def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own(trained):
-    one = read_trained(trained.workdir, here(), trainer=1)
+    one = read_trained(trained.workdir, this_machine(), trainer=1)
     assert (one.round, one.source) == (2, "trainer 1")
     assert_equal(one.params, trainer_of(trained.ensemble.average_M, 1))
-    again = read_trained(trained.workdir, here())
+    again = read_trained(trained.workdir, this_machine())
     (last,) = [
         e["source"]
         for e in read(trained.workdir / "ledger.jsonl")
@@ -99,18 +99,18 @@ def test_any_trainer_of_any_checkpoint_is_read_and_the_consensus_is_the_runs_own
 
 def test_what_is_not_there_or_damaged_is_named(trained, tmp_path):
     with pytest.raises(ConfigError, match="round 7, have 1, 2"):
-        read_trained(trained.workdir, here(), round=7)
+        read_trained(trained.workdir, this_machine(), round=7)
     with pytest.raises(ConfigError, match="no trainer 5, have 0, 1"):
-        read_trained(trained.workdir, here(), trainer=5)
+        read_trained(trained.workdir, this_machine(), trainer=5)
     with pytest.raises(CheckpointError, match="name the folder of a run"):
-        read_trained(tmp_path, here())
+        read_trained(tmp_path, this_machine())
     copy = shutil.copytree(trained.workdir, tmp_path / "copy")
     file = copy / "checkpoints" / "1" / "host.json"
     file.write_text(file.read_text() + " ")
     with pytest.raises(CheckpointError, match="host.json.*choose another round"):
-        read_trained(copy, here(), round=1)
+        read_trained(copy, this_machine(), round=1)
     file.write_text(file.read_text()[:-1])
-    before = read_trained(copy, here(), round=1, trainer=1)
+    before = read_trained(copy, this_machine(), round=1, trainer=1)
     assert before.round == 1
     after_M = trained.ensemble.params_M
     assert np.any(before.params["head"]["kernel"] != trainer_of(after_M, 1)["head"]["kernel"])
@@ -280,7 +280,7 @@ def test_a_run_keeps_what_its_checkpoint_describes_and_resumes_without_it(tmp_pa
     assert_equal(found.params, result.params)
     assert cli.main(["export", str(tmp_path / "r"), "--out", str(tmp_path / "again")]) == 0
     assert hf.load(tmp_path / "again").config == described | more
-    recorded = read_trained(tmp_path / "r", here()).settings.model.checkpoint
+    recorded = read_trained(tmp_path / "r", this_machine()).settings.model.checkpoint
     assert json.loads(recorded) == described | more
     with pytest.raises(DataError, match="no such folder"):
         train(config, tmp_path / "another")

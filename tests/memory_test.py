@@ -20,7 +20,7 @@ from adloco_jax.engine.memory import (
 )
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Machine, here
+from adloco_jax.engine.spec import Machine, this_machine
 from adloco_jax.loop.adloco import start
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -42,8 +42,8 @@ def tiny(**model):
 
 
 def spec_of(settings, device_bytes=None, platform=None):
-    model = configured_model(settings, here())
-    spec = program_spec(settings, model, here())
+    model = configured_model(settings, this_machine())
+    spec = program_spec(settings, model, this_machine())
     devices = spec.machine.devices
     if platform is not None:
         devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
@@ -107,7 +107,7 @@ def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
 def test_a_cpu_rematerialises_only_if_it_must():
     settings, peaks = tiny(), {}
     pool = start(settings.ensemble, settings.batching, 4)
-    loss_of = functools.cache(configured_model(settings, here()).loss_of)
+    loss_of = functools.cache(configured_model(settings, this_machine()).loss_of)
     for mode in (SEQUENTIAL, SEQUENTIAL_REMAT):
         loss_fn = loss_of(mode, "xla")
         spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn, remat=mode.remat)

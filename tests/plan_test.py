@@ -13,7 +13,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.memory import choose, modes, peak
 from adloco_jax.engine.programs import Programs, needed_bytes
-from adloco_jax.engine.spec import Machine, ProgramKey, here
+from adloco_jax.engine.spec import Machine, ProgramKey, this_machine
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama, hf
 from adloco_jax.run.before import describe
@@ -177,7 +177,7 @@ def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path):
     num_params = 257 * 16 * 2 + 16 * 2 + 16 + 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 16
     # Two trainers; two moments and parameters for each of three workers; one gradient.
     needed = 4 * num_params * (2 + 3 * 3 + 1)
-    total = here().device_bytes
+    total = this_machine().device_bytes
     for share, error, words in (
         (0.99 * needed / total, ResourceError, "2 trainers with 3 workers of"),
         (1.05 * needed / total, UserError, "nowhere.txt: no such file"),

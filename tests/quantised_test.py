@@ -26,7 +26,7 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.fitting import base_dtype_line, fitting_choice
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Machine, here, num_bytes, num_values
+from adloco_jax.engine.spec import Machine, num_bytes, num_values, this_machine
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama, hf, llama
 from adloco_jax.models.layers import Adapter, split_adapter
@@ -120,7 +120,7 @@ def test_a_runs_programs_take_the_codes_that_a_device_holds(folder, adapter):
         config.model.base_dtype, config.adapter.alpha = "nf4", 3.0
         config.model.loss_chunk = chunk
         settings = completed(validate(config))
-        spec = program_spec(settings, configured_model(settings, here()), here())
+        spec = program_spec(settings, configured_model(settings, this_machine()), this_machine())
         programs = Programs(spec)
         programs.set_frozen(held(folder, "nf4").base)
         key = loss_key(len(rows))
@@ -193,7 +193,7 @@ def config_of(folder, **groups):
 
 def machine_for_nf4(settings):
     """A machine in whose memory bfloat16 has no room."""
-    roomy = Machine(here().devices, 2**30)
+    roomy = Machine(this_machine().devices, 2**30)
 
     def needed(dtype):
         model = settings.model.model_copy(update={"base_dtype": dtype})
@@ -226,7 +226,7 @@ def test_a_driver_asks_a_process_that_sees_the_accelerator_of_its_learner(
     engine = {"kind": "direct", "relay": "off"}
     settings = completed(validate(config_of(folder, engine=engine)))
     small = machine_for_nf4(settings)
-    monkeypatch.setattr(look, "here", lambda: small)
+    monkeypatch.setattr(look, "this_machine", lambda: small)
     monkeypatch.setattr(child, "executed", [])  # other tests' configs may be gone
 
     def run_here(command, *, input, **how):
@@ -261,7 +261,7 @@ def test_a_driver_plans_for_the_devices_of_its_learner(folder, tmp_path, monkeyp
         return settings.model_copy(update={"model": model})
 
     monkeypatch.setattr(assemble, "as_own_learner_fits", found_by_the_learner)
-    run = assemble.assemble(settings, here(), tmp_path / "run", trains=True)
+    run = assemble.assemble(settings, this_machine(), tmp_path / "run", trains=True)
     assert run.settings.model.base_dtype == "nf4"  # this process has room for bfloat16
 
 

@@ -16,7 +16,7 @@ from adloco_jax.engine.inputs import group_by_size
 from adloco_jax.engine.model import configured_model, program_spec
 from adloco_jax.engine.programs import lower, needed_bytes
 from adloco_jax.engine.sharding import arrange, fetch, placement, reshard
-from adloco_jax.engine.spec import Layout, Machine, ProgramKey, here
+from adloco_jax.engine.spec import Layout, Machine, ProgramKey, this_machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from probes.hlo import collectives
@@ -36,8 +36,8 @@ def spec_of(model_shards=1):
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
     settings = validate(config)
-    model = configured_model(settings, here())
-    return program_spec(settings, model, here()), model.init_fn
+    model = configured_model(settings, this_machine())
+    return program_spec(settings, model, this_machine()), model.init_fn
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.config import completed, default_config, validate
 from adloco_jax.engine.model import Model, configured_model, program_spec, with_weights
-from adloco_jax.engine.spec import ProgramSpec, here
+from adloco_jax.engine.spec import ProgramSpec, this_machine
 from adloco_jax.settings import Settings
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
@@ -70,13 +70,13 @@ def bigram_loss(params, tokens):
 
 def spec_of(settings, init_fn=init_fn, loss_fn=bigram_loss) -> ProgramSpec:
     """What the programs of a run of this model share, on the devices that are here."""
-    return program_spec(settings, Model(init_fn, lambda *_: loss_fn), here())
+    return program_spec(settings, Model(init_fn, lambda *_: loss_fn), this_machine())
 
 
 def with_its_weights(settings):
     """The configured model with the weights that it starts from, and lines about these."""
-    model = configured_model(settings, here())
-    return with_weights(model, settings.model, here(), seed=settings.seed)
+    model = configured_model(settings, this_machine())
+    return with_weights(model, settings.model, this_machine(), seed=settings.seed)
 
 
 def config_of(**groups) -> ConfigDict:

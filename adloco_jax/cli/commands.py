@@ -91,14 +91,16 @@ def export(options: argparse.Namespace, command: str) -> None:
     Raises ConfigError if there is no such checkpoint or trainer, CheckpointError if the checkpoint
     is damaged, and DataError if data or weights that are needed cannot be read.
     """
-    from adloco_jax.engine.spec import here
+    from adloco_jax.engine.spec import this_machine
     from adloco_jax.run.kept.export import read_trained, save
     from adloco_jax.study import card
     from adloco_jax.study.summary import SOURCES
 
     add_entries(options.config)  # table entries that the run names, such as an architecture
     out = options.out or Path(options.run) / "export"
-    trained = read_trained(options.run, here(), round=options.round, trainer=options.trainer)
+    trained = read_trained(
+        options.run, this_machine(), round=options.round, trainer=options.trainer
+    )
     dtype = save(
         trained.params,
         out,

@@ -14,7 +14,7 @@ from adloco_jax.config import completed, validate
 from adloco_jax.data.formats import with_tuples
 from adloco_jax.engine.fitting import fitting_choice
 from adloco_jax.engine.programs import use_compilation_cache
-from adloco_jax.engine.spec import TAKEN, here
+from adloco_jax.engine.spec import TAKEN, this_machine
 from adloco_jax.errors import UserError
 
 
@@ -36,7 +36,7 @@ def main() -> int:
         settings = settings.model_copy(update={"ensemble": ensemble})
         use_compilation_cache()  # the learner then finds the programs that are compiled here
         # The first values with which a worker's memory suffices; it is an error if none do.
-        settings, choice = fitting_choice(settings, here())
+        settings, choice = fitting_choice(settings, this_machine())
         choice.programs.close()  # only the choice is needed
     except UserError as error:
         print(error, flush=True)

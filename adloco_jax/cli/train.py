@@ -202,7 +202,7 @@ def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
     if not link:
         return
     from adloco_jax.engine.model import spec_of
-    from adloco_jax.engine.spec import here
+    from adloco_jax.engine.spec import this_machine
     from adloco_jax.study.sites import site_lines
 
     sites = options.sites
@@ -210,7 +210,7 @@ def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
         sites = settings.ensemble.num_workers
     lines = site_lines(
         settings,
-        spec_of(settings, here()),
+        spec_of(settings, this_machine()),
         link=link,
         sites=sites,
         tokens_per_s=options.tokens_per_s,

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.engine.model import layer_form
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import hf, llama
 
@@ -47,7 +47,7 @@ def load_writer(folder: str, *, num_tokens: int, temperature: float, seed: int) 
     if loaded.base is not None:
         # Layers are by default run as a scan over stacked weights, and frozen ones are not stacked.
         # `layer_form` says how they are run on this machine instead.
-        network = network.clone(layer_form=layer_form(here()))
+        network = network.clone(layer_form=layer_form(this_machine()))
     if not isinstance(network, llama.Llama):
         raise ConfigError(f"{folder}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(folder)

@@ -58,7 +58,7 @@ from adloco_jax.engine.model import (
 from adloco_jax.engine.programs import Programs, use_compilation_cache
 from adloco_jax.engine.round import by_update, inner_round, measure
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey, ProgramSpec, here
+from adloco_jax.engine.spec import Compiled, Compiling, ProgramKey, ProgramSpec, this_machine
 from adloco_jax.host.terminal import say
 from adloco_jax.host.versions import versions
 from adloco_jax.loop.control import RoundPlan
@@ -135,7 +135,7 @@ class Learner:
         """
         use_compilation_cache()  # so that a next start reads programs from a file
         settings = setup.settings
-        machine = here()  # this process's devices
+        machine = this_machine()  # this process's devices
         self.corpus = setup.corpus or load_corpus(
             settings, num_classes=class_count(settings.model), commit=setup.commit
         )

@@ -131,9 +131,10 @@ class LocalEngine:
     def round(self, state: State, decide: Decide) -> tuple[State, Boundary]:
         """Run a round of all trainers.
 
-        While the devices run its updates, the host decides and prepares the next round. Raises
-        DataError if the round's rows cannot be read; Stopped after a signal, if the round would
-        take more than `LAST_S` seconds.
+        While the devices run its updates, the host prepares the next round, whose sizes `decide`
+        chooses (`loop.adloco.Decide`). Returns the state after the round, and its results and
+        decisions. Raises DataError if the round's rows cannot be read; Stopped after a signal, if
+        the round would take more than `LAST_S` seconds.
         """
         settings = self.settings
         before = state.control

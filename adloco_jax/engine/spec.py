@@ -128,7 +128,7 @@ class Machine:
 TAKEN = 0.95
 
 
-def here() -> Machine:
+def this_machine() -> Machine:
     """Return the machine of this run: the devices of all its processes, with their memory."""
     local = jax.local_devices()
     stats = local[0].memory_stats() or {}  # None on a CPU

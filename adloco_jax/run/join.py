@@ -23,7 +23,7 @@ from adloco_jax.elastic.messages import Refused, RunDescription
 from adloco_jax.elastic.store import Store
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.model import Model
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.host import processes
 from adloco_jax.models.configured import class_count
@@ -179,7 +179,9 @@ def learner_setup(
         num_classes = class_count(settings.model)
         corpus = ServedRows(bucket, run.files, settings, num_classes=num_classes)
     # Put together like a run on this machine. Nothing is written to its folder, here `Path()`.
-    own_run = assemble(settings, here(), Path(), model=model, corpus=corpus, commit=run.commit)
+    own_run = assemble(
+        settings, this_machine(), Path(), model=model, corpus=corpus, commit=run.commit
+    )
     base = own_run.model.base
     if own_run.corpus.fingerprint != run.fingerprint:
         raise _other_files(bucket, "data", "data.path")

@@ -52,7 +52,7 @@ import adloco_jax as al
 from adloco_jax.models import hf
 from adloco_jax.config import default_config
 from adloco_jax.data.corpus import load_corpus
-from adloco_jax.engine.spec import here
+from adloco_jax.engine.spec import this_machine
 from adloco_jax.models.llama import next_token_loss
 from adloco_jax.run.kept.export import read_trained
 from adloco_jax.study import chart, curves
@@ -77,7 +77,7 @@ if workdir is None:
     config.batching.initial_batch_size = config.batching.max_batch_size = 16
     config.batching.batch_cap, config.batching.buckets = 16, (16,)
     workdir, round_index = al.train(config).workdir, config.num_rounds - 1
-trained = read_trained(workdir, here(), round=round_index, trainer=trainer)
+trained = read_trained(workdir, this_machine(), round=round_index, trainer=trainer)
 loss_fn = next_token_loss(hf.load(f"{workdir}/export").network)
 corpus = load_corpus(trained.settings)
 rng = np.random.default_rng(0)

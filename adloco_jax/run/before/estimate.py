@@ -39,8 +39,8 @@ from adloco_jax.engine.spec import (
     Machine,
     OnCompile,
     ProgramSpec,
-    here,
     num_values,
+    this_machine,
 )
 from adloco_jax.errors import ConfigError, UserError, counted, in_bytes
 from adloco_jax.host import processes
@@ -103,13 +103,13 @@ def plan(
         )
     )
     settings = with_rows(settings, len(corpus.rows))
-    spec = spec_of(settings, here())
+    spec = spec_of(settings, this_machine())
     lines = [*corpus.describe().splitlines(), *plan_lines(settings, spec)]
     # None: how many held-out rows the run will use is not known here.
     lines += length_lines(settings, most_tokens_per_s(spec), None)
     if memory:  # compile, and tabulate the memory of each program
         is_open = base_dtype_is_open(settings)  # whether `model.base_dtype` is found by what fits
-        settings, choice = fitting_choice(settings, here())
+        settings, choice = fitting_choice(settings, this_machine())
         if is_open:
             lines.append(base_dtype_line(settings))
         # Trainers with the workers that join later too, when most memory is needed.
