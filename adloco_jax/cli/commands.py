@@ -29,7 +29,8 @@ def configs(options: argparse.Namespace, command: str) -> None:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return
     print("adloco train NAME")
-    for path in sorted(SHIPPED.glob("[!_]*.py")):  # what begins with "_" is no config
+    # `SHIPPED` is the folder of the package's configs. What begins with "_" there is none.
+    for path in sorted(SHIPPED.glob("[!_]*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
         first_line = docstring.partition("\n")[0]
         print(f"  {path.stem:20} {first_line}")

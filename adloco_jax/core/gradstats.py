@@ -383,8 +383,8 @@ def _multiply(
     # The products with the means of thirds are compared on the last third only, which is
     # independent of them. The first two thirds need only the products with the mean of all.
     products_3B = jnp.zeros((3, examples.size), jnp.float32)
-    products_3B = multiply(np.array([0, 1]), 1, products_3B)
-    return multiply(np.array([2]), 3, products_3B)
+    products_3B = multiply(np.array([0, 1]), num_means=1, products_3B=products_3B)
+    return multiply(np.array([2]), num_means=3, products_3B=products_3B)
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:

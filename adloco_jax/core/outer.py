@@ -474,7 +474,7 @@ def pack_differences(
     # difference that has two uses; this one is computed within the check.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
     if precision == "float32" or is_single_R.all():  # nothing is quantised
-        return Differences(difference_R, None, usable_R)
+        return Differences(difference_R, exact_W=None, usable_R=usable_R)
     exact_W = None
     if is_single_R.any():
         exact_W = jax.tree.map(lambda leaf: leaf[is_single_R], difference_R)

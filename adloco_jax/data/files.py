@@ -80,6 +80,8 @@ class _CacheEntry(NamedTuple):
 def cache_folder(name: str) -> Path:
     """Return the path of a folder ("data", "programs") in the user's cache; it need not exist.
 
+    An empty name gives the path of the cache itself.
+
     Raises FileNotFoundError if the user has no home folder, so that callers treat this like any
     other cache that cannot be used.
     """
@@ -103,7 +105,7 @@ def trim_cache() -> None:
     # An error ends this, as the next run tries again: there is no such folder, it is not this
     # user's, or another process deletes the same entries.
     with contextlib.suppress(OSError):
-        entries = [_cache_entry(path) for path in cache_folder("").glob("*/*")]
+        entries = [_cache_entry(path) for path in cache_folder(name="").glob("*/*")]
         excess_bytes = sum(entry.num_bytes for entry in entries) - float(gigabytes) * 1e9
         for entry in sorted(entries):  # by their last use, the longest unused first
             if excess_bytes <= 0 or entry.used_s > time.time() - _KEPT_S:

@@ -158,7 +158,7 @@ def documents_of(
             except DataError as error:
                 if not data.skip_bad:
                     raise
-                document = Document("", fault=str(error))
+                document = Document(text="", fault=str(error))
             # A table may have empty cells. A bad row is passed on, to be counted.
             is_empty_record = not is_text and not document.text and not document.fault
             if not is_empty_record:
@@ -237,7 +237,7 @@ def require_columns(columns: Iterable[str], wanted: Mapping[str, str], where: st
         proposed = "NAME"
         if key == "text_column":
             for name in (*CHATS, *_USUAL_TEXT_COLUMNS):
-                # The name of a column of chats may join two columns by a plus.
+                # The names of columns of chats (`CHATS`) may join two columns by a plus.
                 if {*name.split("+")} <= {*columns}:
                     proposed = name
                     break

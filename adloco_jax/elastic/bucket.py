@@ -233,6 +233,7 @@ def driving(
         transport.act_and_keep_fault(transport.give_sign)
 
     try:
+        # So often that `SIGNS` signs come in the time after which learners count it as lost.
         with processes.every(heartbeat_s / SIGNS, give_sign):
             yield transport
     finally:

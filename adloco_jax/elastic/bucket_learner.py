@@ -224,7 +224,8 @@ class BucketLearner:
         has another version of this package; and what a request has raised, unless it is Refused.
         """
         pause_s = store.FIRST_PAUSE_S  # it grows as long as there is nothing to do
-        # In a thread, whose error would end the process.
+        # So often that `SIGNS` signs come in the time after which the driver counts it as lost; in
+        # a thread, whose error would end the process.
         with processes.every(self._heartbeat_s / SIGNS, self.give_sign):
             while True:
                 step = self.step()

@@ -202,14 +202,14 @@ def _reply(call: Any) -> Reply:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Refused):
             return Reply(Refused(f"it refused the request: {said(str(error.cause))}"))
-        return Reply(None, error=said(f"{type(error.cause).__name__}: {error.cause}"))
+        return Reply(value=None, error=said(f"{type(error.cause).__name__}: {error.cause}"))
     except ray.exceptions.ActorUnavailableError:
-        return Reply(None, error="its process or its node cannot be reached")
+        return Reply(value=None, error="its process or its node cannot be reached")
     except ray.exceptions.RayActorError as error:
         if not error.actor_init_failed:
-            return Reply(None, error="its process or its node has ended")
+            return Reply(value=None, error="its process or its node has ended")
         last_line = str(error).strip().splitlines()[-1]  # has the error of `__init__`
-        return Reply(None, error=said(last_line))
+        return Reply(value=None, error=said(last_line))
 
 
 class RayTransport:
@@ -232,7 +232,7 @@ class RayTransport:
 
         self._ray = ray
         self._num_learners = num_learners
-        self._setup, _ = self.put(setup, None)  # Ray's reference to it
+        self._setup, _ = self.put(setup, kind=None)  # Ray's reference to it
 
     def put(self, params: Any, kind: Hashable) -> tuple[Any, int]:
         """Store a value once for several calls; return a reference, and the bytes of its arrays.

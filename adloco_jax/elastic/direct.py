@@ -509,8 +509,9 @@ class Remote:
         start_s = time.monotonic()
         try:
             while left:
+                size_of_piece = min(REQUEST_BYTES, left)  # the last one is smaller
                 with connection_errors():
-                    piece = wait_for(read_body(recv, min(REQUEST_BYTES, left)))
+                    piece = wait_for(read_body(recv, size_of_piece))
                 left -= len(piece)
                 yield piece
             self._tell_rate("down", size, start_s)

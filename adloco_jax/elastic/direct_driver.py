@@ -264,7 +264,7 @@ async def _open(key: bytes, engine: EngineSettings, path: Path) -> tuple[Any, Ti
         addresses=tuple(addresses),
         relay=found.relay_url() or "",
     )
-    with replaced_file(path, SECRET_MODE) as file:
+    with replaced_file(path, mode=SECRET_MODE) as file:  # which only its user may read
         file.write(str(ticket).encode())
     return endpoint, ticket
 

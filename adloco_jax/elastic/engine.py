@@ -347,7 +347,7 @@ class ElasticEngine:
             self._accepted_norms[str(m)] = [*past, *accepted][-decisions.KEPT_NORMS :]
 
     def _say_progress(self, control: Control) -> None:
-        """Print what the driver waits for, if that takes long: at `_tell_s`, then each `TELL_S`.
+        """Print what the driver waits for, if that takes long: at `_tell_s`, then every `TELL_S` s.
 
         The line has the next round of the slowest trainer, which `control.round` counts; its counts
         of responses are of all rounds under way (`self.rounds`).

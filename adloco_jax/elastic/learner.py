@@ -574,7 +574,8 @@ def response_form(spec: ProgramSpec, request: Request, work: WorkerRequest) -> R
     They are `jax.ShapeDtypeStruct` in place of arrays. `work` is the worker's part of the request.
     """
     params_M = stacked(spec.params)
-    workers = Workers(params_M, None)  # the worker's parameters have the same shapes
+    # The worker's parameters have the same shapes as the trainer's; its inner state is not sent.
+    workers = Workers(params_R=params_M, inner_state_R=None)
     # Only shapes are computed, by tracing.
     differences = _packed_difference.eval_shape(
         params_M, workers, request.precision(spec), request.is_single

@@ -127,7 +127,7 @@ class LearnerPool:
             """Whether the run is over, after the newest round; the transport asks at its end."""
             return is_over(self.control, self._settings)
 
-        connect = TRANSPORTS[rule.kind].connect
+        connect = TRANSPORTS[rule.kind].connect  # reaches learners in the configured way
         connection = connect(rule.address, count, setup, run_is_over)  # a context manager
         self.transport = self._connection.enter_context(connection)
         log.mkdir(parents=True)

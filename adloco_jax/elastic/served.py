@@ -399,7 +399,7 @@ class Server:
             is_taken = owner is not None and self._objects.get(name) is not None
             if is_taken or not self._is_free(place):
                 raise _Turned("there")
-            return JSON_LIMIT
+            return JSON_LIMIT  # a heartbeat is a small object of JSON
 
         # All else is for the owner of the place.
         if owner is None:  # of a driver before this one

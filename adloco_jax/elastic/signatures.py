@@ -114,7 +114,7 @@ class Unneeded(Signatures):
 
     def __init__(self):
         """Begin without a key."""
-        super().__init__("")
+        super().__init__(key="")
 
     def signed(self, name: str, data: bytes) -> bytes:
         """Return an object's content as it is."""

@@ -52,7 +52,13 @@ class Mode(NamedTuple):
         return f"workers {order}" + (", rematerialised" if self.remat else "")
 
 
-MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, True))
+# The preferred first: `choose` takes the first that fits.
+MODES = (
+    Mode(sequential=False, remat=False),
+    Mode(sequential=True, remat=False),
+    Mode(sequential=False, remat=True),
+    Mode(sequential=True, remat=True),
+)
 
 
 # The ensemble's fields that each kind of program takes; the others stay on the devices, unused.

@@ -300,6 +300,7 @@ def program_spec(
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row=_row(data, longest - unused),
         sequence_length=data.sequence_length - unused,
+        # As set, else the most that a test chooses by itself.
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         inner_products=measures_inner_products(batching),
         reset_inner_state=settings.inner.state == "reset",

@@ -342,7 +342,7 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     pseudo-gradients [M].
     """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None)
-    workers = Workers(workers_spec(spec, key.layout).params_R, None)
+    workers = Workers(workers_spec(spec, key.layout).params_R, inner_state_R=None)
 
     def update(ensemble: Ensemble, workers: Workers) -> tuple[Ensemble, Array]:
         """Run `outer_update` with the settings of the run, and the shardings of the mesh."""
@@ -441,7 +441,7 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     rows = _rows_spec(spec, (num_workers, spec.max_test_sequences), at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
     # The most sequences of a pass. A pass is padded to this number, so it is no larger than a
-    # worker's part of the smallest test.
+    # worker's part of the smallest test (`AUTO_TEST_MIN`), or the fewest that can be measured.
     fewest = AUTO_TEST_MIN // math.ceil(num_workers / num_trainers)
     chunk = max(fewest, MIN_EXAMPLES)
     if spec.estimator == "vmap":  # which holds a gradient for each example of a pass

@@ -176,7 +176,7 @@ def broadcast(value: T) -> T:
 
 def barrier(name: str) -> None:
     """Wait until all have called this; threads of a process need different names."""
-    gather(None, name)
+    gather(None, name)  # no value: an exchange makes all wait for all
 
 
 def run_on_all(

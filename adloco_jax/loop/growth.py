@@ -39,7 +39,7 @@ class Decision(NamedTuple):
 
 def measures_gradients(batching: BatchingSettings) -> bool:
     """Return whether the configured test measures gradients; schedules such as `ramp` do not."""
-    return BATCH_TESTS[batching.test].needs != "nothing"
+    return BATCH_TESTS[batching.test].needs != "nothing"  # `needs`: which statistics it reads
 
 
 def measures_inner_products(batching: BatchingSettings) -> bool:

@@ -337,7 +337,7 @@ def _convert_frozen(path: tuple[str, ...], weight: Any, dtype: str) -> Any:
     matrix of a layer becomes a `Quantised` if `dtype` is "int8" or "nf4"; other weights are then
     bfloat16. With a float `dtype` all have that dtype.
     """
-    if dtype not in QUANTISED:
+    if dtype not in QUANTISED:  # a float dtype
         return weight.astype(dtype, copy=False)
     if path[0] == "layers" and path[-1] == "kernel":
         return quantise(weight, dtype)
@@ -704,7 +704,7 @@ def _with_changed_sizes(
     """
     changed = _differing(network, names.attributes(dict(config)))  # such as a longer context
     result = dict(config)
-    for key, (attribute, _) in names.sizes.items():
+    for key, (attribute, _) in names.sizes.items():  # for each key the network's attribute
         if attribute in changed:
             result[key] = getattr(network, attribute)
     if "num_classes" in changed:

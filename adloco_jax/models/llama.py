@@ -419,7 +419,8 @@ class Llama(nn.Module):
 
         # The backward pass recomputes the activations that `policy` does not keep. XLA would merge
         # what inlined layers recompute with the original, and so keep it, unless that is prevented.
-        policy = None if self.remat else KEEP_NAMED  # None: only the layers' inputs are kept
+        # None: only the layers' inputs are kept; else also what is marked by `kept`.
+        policy = None if self.remat else KEEP_NAMED
         prevent_cse = self.remat and self.layer_form == "inline"
         block = nn.remat(_Block, prevent_cse=prevent_cse, policy=policy)
         self.head_dim = self.head_size or self.width // self.num_heads
@@ -524,7 +525,9 @@ class Llama(nn.Module):
                 )
                 arguments_of_kinds.append(arguments)
 
-        hidden_BLD, _, new_keys_values = self._run(tokens_BL, None, arguments_of_kinds)
+        hidden_BLD, _, new_keys_values = self._run(
+            tokens_BL, tap_B=None, arguments_of_kinds=arguments_of_kinds
+        )
         return hidden_BLD, new_keys_values
 
     def _run(

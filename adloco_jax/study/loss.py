@@ -82,7 +82,8 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
             seeds = [points(runs[0], trainer)]
             drawn.append(_Drawn(label, f"trainer {trainer}", f"{color} thin", seeds))
         if heldout:
-            drawn.append(_Drawn("consensus", "", "c6 bold", consensus))  # in the last colour
+            last_color = f"c{chart.NUM_COLORS - 1}"  # which no trainer has
+            drawn.append(_Drawn("consensus", key="", classes=f"{last_color} bold", seeds=consensus))
 
     units = dict.fromkeys(run.start["loss_unit"] for run in runs)  # each once, in order
     unit = " or ".join(units)

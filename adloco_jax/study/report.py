@@ -113,6 +113,7 @@ def _next_commands(workdir: Path) -> list[str]:
     commands = []
     record = curves.read_run(workdir)
     if card.task_of(workdir / "export") == "text-generation":
+        # `CHATS` are the names of columns of chats.
         is_chat = record.start["config"]["data"]["text_column"] in CHATS
         option = "--chat" if is_chat else '--prompt "The"'
         commands.append(f"next: adloco generate {run} {option}")
@@ -320,7 +321,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
 
     facts = summary.totals_as_text(summary.totals(run.events))
     rows = [{"quantity": name, "value": value} for name, value in facts]
-    parts["All totals"] = page.table("", rows, texts=2)
+    parts["All totals"] = page.table(caption="", rows=rows, texts=2)
     return parts
 
 
