@@ -478,20 +478,20 @@ def test_what_says_not_to_learn_acts_and_what_nothing_reads_is_named(tmp_path, t
     labels = [(1, 0.0), (True, False), ("1", "0")]
     for (name, source), (yes, no) in zip(WRITERS.items(), labels, strict=True):
         good, bad = {"completion": "yes", "label": yes}, {"completion": "BAD", "label": no}
-        rows_of = [{**row, "prompt": f"{n}. "} for n in range(90) for row in (good, bad)]
+        rows_of = [{**row, "prompt": f"{n}. "} for n in range(30) for row in (good, bad)]
         path = source(tmp_path, [{**row, "id": "a"} for row in rows_of])
         given = {"text_column": "prompt+completion", "sequence_length": 60, "heldout_frac": 0.5}
         corpus = load(path, tokenizer, source=name, **given)
         found = {corpus.tokenizer.decode(ids) for ids, _ in chats_in(corpus)}
-        assert found == {f"{n}. yes{IM[1]}" for n in range(90)}
-        assert "; 90 chats with a false label left out" in corpus.describe()
-        assert ", 45 held out" in corpus.describe()  # half of those that count
+        assert found == {f"{n}. yes{IM[1]}" for n in range(30)}
+        assert "; 30 chats with a false label left out" in corpus.describe()
+        assert ", 15 held out" in corpus.describe()  # half of those that count
         assert "\nnot read: id\n" in corpus.describe()
         named = [USER | {"name": "me"}, *CALLED[1:2], ANSWER]
         named[1] = named[1] | {"content": "Calls."}
         chat = {"tools": [WEATHER], "n": 1}
         path = source(
-            tmp_path, [chat | {"messages": turns(str(n), "!") + named} for n in range(99)]
+            tmp_path, [chat | {"messages": turns(str(n), "!") + named} for n in range(40)]
         )
         corpus = load(path, tokenizer, source=name)
         unread = "\nnot read: n, name of turns, tool_calls of turns, tools\n"
