@@ -14,7 +14,8 @@ the outer update. A plan has the sizes of a round. The control is the host's par
 trainers, their workers, and counts; a state has the control, and the arrays of all trainers (the
 ensemble). The ledger is the run's file of events. A learner is late if it has not answered when the
 grace of the quorum is over: the time that a round still waits once enough learners
-(`engine.quorum`) have answered.
+(`engine.quorum`) have answered. The members of a merge become one trainer; the first, the
+representative, remains. Observers evaluate and save after a round.
 """
 
 import functools

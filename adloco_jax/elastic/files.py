@@ -4,7 +4,8 @@ A file is read in pieces, objects `files/ROOT/NUMBER` in a `Store`; NUMBER count
 `files/ROOT/hashes` has the SHA-256 of each piece, 32 bytes each. ROOT, which the run's description
 names, is the SHA-256 of these in hexadecimal digits. Pieces are kept in the user's cache, so that a
 transfer goes on where it was cut. A file has a kind, `ROWS` or `WEIGHTS`. Prepared rows are a
-folder: arrays of tokens in files that are mapped into memory, and a manifest that describes them.
+folder: arrays of tokens in files that are mapped into memory, and a manifest that describes them. A
+worker reads the rows in an order of its own, its stream.
 """
 
 import concurrent.futures

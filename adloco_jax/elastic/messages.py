@@ -3,7 +3,8 @@
 What a process says is compared with what it was asked, before it is used. A form is a tree of
 `jax.ShapeDtypeStruct`: the shapes and types that arrays must have. A learner has a number, which
 stays with its workers, and an incarnation, which counts how often it was restarted; both name its
-place. A `ProgramSpec` has what all compiled programs of the run share, such as the optimizers.
+place. A `ProgramSpec` has what all compiled programs of the run share, such as the optimizers. A
+trainer is a model in training; its workers train copies of it.
 """
 
 import hashlib

@@ -3,7 +3,8 @@
 The driver is the process with the training loop. A learner is a process that runs rounds of workers
 (`learner.Learner`); what each is made from is a `LearnerSetup`. A call is the driver's request to
 run one of a learner's methods; its `Reply` has the result, or why there is none. An engine runs the
-rounds of a run: "local" in this process, the others in learners.
+rounds of a run: "local" in this process, the others in learners. A trainer is a model in training;
+a learner trains copies of it, its workers.
 """
 
 import contextlib

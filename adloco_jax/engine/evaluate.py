@@ -3,7 +3,7 @@
 Losses are means over rows, in nats per token of text, or nats per labelled row; those of chats are
 means over the tokens that count. Guard rows are held-out rows that serve decisions alone: whether
 to merge, and which model stands for all trainers. The members of a merge become one trainer; the
-first, the representative, remains.
+first, the representative, remains. An ensemble has the arrays of all trainers and workers.
 
 Axes of arrays: E rows, B rows of one call of a program, C classes, L tokens, M trainers.
 """

@@ -2,7 +2,8 @@
 
 Trainers are divided into groups, so that one compiled program can run each group. A group's plan is
 the sizes of its round. A stream is the sequence of rows that one worker reads; its number is the
-worker's id. A row is one sequence of training data, with L + 1 integers.
+worker's id. A row is one sequence of training data, with L + 1 integers. `Control` is what the host
+knows of a run: trainers, their workers and sizes.
 
 Axes of arrays: T micro-batches, R workers, B rows of a micro-batch, L tokens, M trainers.
 """

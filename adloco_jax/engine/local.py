@@ -5,7 +5,9 @@ unequal numbers of workers, groups of them have devices of their own (`inputs.gr
 
 To dispatch a program is to queue it on the devices without waiting for its results. A call is one
 run of the program of inner steps; a round has several. A flush synchronises the updates that
-Streaming DiLoCo has not sent yet. A trainer is broken if its workers only skip updates.
+Streaming DiLoCo has not sent yet. A trainer is broken if its workers only skip updates. An ensemble
+has the arrays of all trainers and workers. The members of a merge become one trainer; the first,
+the representative, remains. The ledger is the run's file of events.
 """
 
 import copy

@@ -3,7 +3,8 @@
 `start` begins a round, `steps` runs a fixed number of micro-batches, `outer` synchronises;
 Streaming DiLoCo calls `fragment` (inner steps, then one synchronisation) instead of `outer`, and
 `flush` for the updates that workers have not sent. `stats` measures gradients, `loss` the loss of
-held-out rows.
+held-out rows. An ensemble is all trainers with their workers. The members of a merge become one
+trainer; the first, the representative, remains.
 
 The functions that make programs are given `at`, the mesh of devices with its shardings. Its axes
 `trainer` and `worker`, together POOL, divide the workers; along the others devices share a worker.

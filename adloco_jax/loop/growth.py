@@ -6,7 +6,8 @@ signal is not positive. Free workers are those of the pool that no trainer has y
 quarantined, which means removed, if its workers only skip updates.
 
 The size of a trainer is its number of workers, its round length (a multiple of the shortest round)
-and its batch per worker. `Size.total` is the product of the three.
+and its batch per worker. `Size.total` is the product of the three. `Control` is what the host knows
+of a run: trainers, their workers and sizes.
 """
 
 import copy
