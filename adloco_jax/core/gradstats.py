@@ -226,8 +226,10 @@ def pool(stats: GradientStats) -> GradientStats:
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
     """Make a loss of the trainable parameters that returns one number, with the same key always.
 
-    The result is called `loss(values, batch) -> float []`, where `values` are the parameters with
-    None in place of leaves that are not floating-point, or with `tap_B=` if `loss_fn` takes it.
+    The result is called `loss(values, batch) -> float []`, also with `tap_B=` if `loss_fn` takes
+    that. `values` are the parameters with None in place of leaves that are not floating-point,
+    which it takes from `params`. With `has_aux`, `loss_fn` returns a pair (scalar, auxiliary
+    output), of which the second is dropped.
     """
     loss_and_aux = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
 

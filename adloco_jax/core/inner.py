@@ -153,9 +153,10 @@ def _value_and_grad(
 ) -> tuple[tuple[Array, PyTree], PyTree]:
     """Compute the loss of some examples and its gradient.
 
-    `inputs_B` has the examples, leaves [B, ...], and a random key for each, or None if the loss
-    takes no key. The loss receives the first example's key. Returns ((loss, auxiliary output),
-    gradient); the gradient has None for leaves of `params` that are not floating-point.
+    `loss_fn` and `has_aux` are the arguments of `inner_steps`. `inputs_B` has the examples, leaves
+    [B, ...], and a random key for each, or None if the loss takes no key. The loss receives the
+    first example's key. Returns ((loss, auxiliary output), gradient); the gradient has None for
+    leaves of `params` that are not floating-point.
     """
     batch_B, key_B = inputs_B
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)

@@ -255,9 +255,9 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
     """Return the synchronisations (`syncs`) and `bytes` of a trainer in a round.
 
-    A ring all-reduce among m workers moves 2 (m - 1) times `sync_bytes`, the size of a
-    pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). A single worker sends
-    nothing.
+    A ring all-reduce among m workers, `num_workers`, moves 2 (m - 1) times `sync_bytes`, the size
+    of a pseudo-gradient or its fragment as sent (docs/algorithm.md, section 6). `num_syncs` is the
+    number of fragments, each of which is synchronised once. A single worker sends nothing.
     """
     if num_workers <= 1:
         return {"syncs": 0, "bytes": 0}

@@ -251,7 +251,8 @@ def chart(
 ) -> Panel:
     """Draw curves, later ones over earlier ones, with their labels beside their ends.
 
-    Labels are at least `label_px` apart, if the box of `height` pixels has room.
+    `x` and `y` are the axes, and `title` is a text for screen readers. Labels are at least
+    `label_px` apart, if the box of `height` pixels has room.
     """
     # A bin is a part of the horizontal axis, in which a curve has at most four points. Many curves
     # share the bins of a chart, so that the page stays small. A bin is four coordinates wide at
@@ -293,7 +294,14 @@ def frame(
 ) -> Panel:
     """Put SVG elements, positioned in percent, into a box with a grid, ticks and axis labels.
 
-    `left` has pairs: the distance from the top (0 to 1) of a grid line, and the text on its left.
+    Args:
+      x: The horizontal axis.
+      body: The elements.
+      title: Text for screen readers.
+      height: Height of the box, in pixels.
+      left: Pairs: the distance from the top (0 to 1) of a grid line, and the text on its left.
+      y_label: Label of the vertical axis.
+      classes: CSS classes of the whole chart, with a space before each.
     """
     grid = []
     ticks = []
@@ -421,7 +429,7 @@ def svg(width: int, height: int, title: str, parts: Sequence[str], *, font_px: i
 def _last_point(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
     """Return where a curve's last finite point is, from the left and from the top (0 to 1).
 
-    None if the curve has no finite point.
+    `x` and `y` are the axes. None if the curve has no finite point.
     """
     for x_value, y_value in zip(reversed(curve.x), reversed(curve.y), strict=True):
         if math.isfinite(y_value):
@@ -449,9 +457,9 @@ def _label_svg(curve: Curve, end: tuple[float, float], row: float) -> str:
 def _curve_svg(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
     """Return the SVG of a curve and of its band, in coordinates that stretch with the box.
 
-    At most four points are drawn for each of `num_bins` parts of the horizontal axis. The line and
-    the outline of the band are SVG paths, in which M moves to a point, L draws a line to the next
-    one, and Z closes the outline.
+    `x` and `y` are the axes. At most four points are drawn for each of `num_bins` parts of the
+    horizontal axis. The line and the outline of the band are SVG paths, in which M moves to a
+    point, L draws a line to the next one, and Z closes the outline.
     """
     line = ""  # M and L commands: a part for each stretch of the curve without a gap
     for stretch in _stretches(curve.x, curve.y, x, y):

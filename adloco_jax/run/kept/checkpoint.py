@@ -190,9 +190,9 @@ class Saver:
     def _complete(self, round_index: int, host: dict, loss: float | None) -> int:
         """Write the other files of a checkpoint whose arrays are written, and rename its folder.
 
-        Then it is read back, and old checkpoints are deleted. Only process 0 does all this. Returns
-        the bytes of the files; in other processes 0. Raises OSError if a file cannot be written,
-        Damaged if what is read back is not what was written.
+        The arguments are those of `save`. Then it is read back, and old checkpoints are deleted.
+        Only process 0 does all this. Returns the bytes of the files; in other processes 0. Raises
+        OSError if a file cannot be written, Damaged if what is read back is not what was written.
         """
         if not processes.is_first():
             return 0
