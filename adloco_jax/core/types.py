@@ -313,7 +313,7 @@ def label_by_name(
         if leaf.ndim != 2 or may_be_embedding:
             unclear.append(f"{path_name(path)} {list(leaf.shape)}")
     if unclear:
-        leaves = ", ".join(unclear[:3])
+        leaves = ", ".join(unclear[:3])  # a few show what is meant
         if len(unclear) > 3:
             leaves += " and others"
         raise ValueError(

@@ -472,7 +472,7 @@ def _alone(params_M: PyTree) -> Ensemble:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3))  # the last two arguments
 def _packed_difference(
     params_M: PyTree, workers: Workers, precision: Precision, is_single: bool
 ) -> Differences:

@@ -754,7 +754,7 @@ def _shardings(shapes: PyTree) -> PyTree:
 PART_BYTES = 2**30  # most bytes of inner states that one step replaces, unless an array is larger
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3))  # positions, which decide about shapes
 def merged(
     ensemble: Ensemble,
     weights_n: Array,

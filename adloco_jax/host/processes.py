@@ -82,7 +82,7 @@ def connect(
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
-    jax_timeout_s = timeout_s + 60
+    jax_timeout_s = timeout_s + 60  # is not reached: the timer is earlier
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=jax_timeout_s

@@ -213,7 +213,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         """Return the logits of each example, float32 [B, C]."""
-        if rows.ndim != 2 or rows.shape[1] < 3:
+        if rows.ndim != 2 or rows.shape[1] < 3:  # label, number of tokens, and a token at least
             raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
         lengths_B = rows[:, 1]
         tokens_BL = rows[:, 2:]

@@ -116,6 +116,7 @@ def charts(variants: Sequence[Variant]) -> dict[str, Panel]:
         base = 0  # linear
         if positive and max(positive) > _DECADE * min(positive):
             base = 10
+        # The chart of the loss is the page's largest, and has more ticks than others.
         y = chart.axis(quantity, values, base=base, margin=0.03, max_ticks=7)
         panels[name] = chart.chart(x, y, shown, title=f"Loss over {cost_label}", height=430)
     return panels

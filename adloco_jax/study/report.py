@@ -74,7 +74,7 @@ def write(
             [*panels.values()],
             title=loss.caption(variants),
             caption=f"{loss.caption(variants)} {loss.reading()}",
-            columns=2,
+            columns=2,  # two charts beside each other, 650 pixels each
             width=1300,
             right_px=180,  # for the labels of variants
         ),
