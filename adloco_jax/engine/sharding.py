@@ -189,8 +189,8 @@ class Placement:
         def leaf_sharding(leaf: Any) -> Any:
             """Return the sharding of an array, or of both arrays of a `Packed`."""
             if _is_packed(leaf):
-                # Codes and scales begin with the axes [X, rows]. Only these are divided, because a
-                # block must stay on one device.
+                # Codes and scales begin with the axes [X, rows], and a row has whole blocks. Only
+                # these axes are divided, because a block must stay on one device.
                 by_rows = self._spread(leaf.scales.shape[:2], (lead,), over)
                 return jax.tree.map(lambda _: by_rows, leaf)
             return self._spread(leaf.shape, (lead,), over)

@@ -397,8 +397,9 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     (the product of both), and the mean of the members' smoothed statistics. The other members leave
     the run. All workers are then divided over the remaining trainers in proportion to demand.
 
-    If the merge was `refused`, as it would have raised the loss too much, the representative keeps
-    its own batch size, round length and statistics; the rest is done as above.
+    If the merge was `refused`, as it would have raised the loss too much, and the settings still
+    let one trainer remain, the representative keeps its own batch size, round length and
+    statistics; the rest is done as above.
     """
     changed = copy.deepcopy(control)
     merged = [changed.trainers[m] for m in members]
