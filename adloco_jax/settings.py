@@ -42,6 +42,7 @@ Weight: TypeAlias = Annotated[float, Field(ge=0, le=100)]
 Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
+# The speed of a link in a config or an option, such as "10Mbit/s".
 LINK = r"[1-9]\d{0,5}[kMG]bit/s"
 Link: TypeAlias = Annotated[str, Field(pattern=f"^({LINK})?$")]
 
@@ -76,6 +77,7 @@ class Found(NamedTuple):
     words: str
 
 
+# What a checkpoint's `config.json` and the files of `data.path` say of options left unset.
 _SIZE = Found("init_from", "that of the checkpoint")
 _OF_FILES = Found("path", "that of the files")
 

@@ -555,6 +555,7 @@ def _products_by_jvp(
     return jax.vmap(slopes_C)(directions_E)
 
 
+# By the name that the argument `estimator` resolves to.
 _METHODS: dict[str, _Method] = {
     "vmap": _Method(gradients=_gradients_by_vmap, products=_products_by_vmap),
     "taps": _Method(gradients=_gradients_by_taps, products=_products_by_jvp),

@@ -19,7 +19,7 @@ from adloco_jax.data.formats import Count, Format, checked, read_json
 from adloco_jax.errors import DataError
 from adloco_jax.row_batch import RowBatch
 
-MANIFEST = "prepared.json"
+MANIFEST = "prepared.json"  # describes the rows of a folder
 FORMAT = 6  # version of the layout of a folder
 
 _MAX_ARRAYS = 6  # of chats: tokens, starts and answers, to train on and held out

@@ -631,6 +631,7 @@ def hub_parts(data: DataSettings, split: str, commit: str, *, where: str) -> lis
     return parts
 
 
+# What reads a table's file, by the ending of its name.
 _DOCUMENTS_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record | DataError]]] = {
     ".csv": csv_documents,
     ".tsv": csv_documents,
@@ -644,8 +645,9 @@ _DOCUMENTS_BY_ENDING: dict[str, Callable[[Path, DataSettings], Iterator[Record |
 # -- The table -------------------------------------------------------------------------------
 
 _ONLY_HF = "only hf has configurations, splits and revisions; leave it as it is"
+# The options of `data` that the other sources refuse, each with the reason that a message gives.
 _KEYS_OF_HF = dict.fromkeys(("name", "split", "revision", "heldout_split"), _ONLY_HF)
-_TABLE_NEEDS = ("path", "text_column")
+_TABLE_NEEDS = ("path", "text_column")  # options that must not be empty
 
 DATA_SOURCES: dict[str, DataSource] = {
     "stdlib": DataSource(stdlib_documents, needs=(), refuses=_KEYS_OF_HF, version=1),

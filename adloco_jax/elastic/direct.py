@@ -38,7 +38,7 @@ from adloco_jax.errors import ConfigError, ResourceError, check_installed, reaso
 from adloco_jax.host import processes
 from adloco_jax.host.terminal import say
 
-PROTOCOL = b"adloco/1"
+PROTOCOL = b"adloco/1"  # which both ends of a connection must name
 CONNECT_S = 20.0  # for which a connection is tried
 SILENT_S = 30.0  # for a part of a transfer (`_SENT_BYTES`), after which it has failed
 LOOK_S = 4.0  # between two checks of whether a connection works
@@ -47,11 +47,11 @@ SECRET_MODE = 0o600  # permissions of a file that only its user may read
 _HEADER_BYTES = 4096  # of a `Question` or `Answer` at most
 _SENT_BYTES = 2**18  # written or read at a time, so that a slow link is not taken for a silent one
 _TOLD_BYTES = 2**20  # the rate of a smaller transfer says little, and is not told
-_PREFIX = "adloco-"
+_PREFIX = "adloco-"  # of a ticket's text
 _FORMAT = 1  # of tickets
 _KEY_BYTES = 32  # of a public key, and of a secret one
 SECRET_BYTES = 16  # of a run, in a ticket
-_PORT_BYTES = 2
+_PORT_BYTES = 2  # of a port, in a ticket
 _CHECKSUM_BYTES = 2  # at the end of a ticket
 _SIZE_BYTES = 4  # of a message's length, before it
 _SHOWN_CHARACTERS = 40  # of a text that is no ticket

@@ -43,6 +43,7 @@ _TELL_S = 60.0  # from one line about strangers to the next
 _CLOSING_S = 1.0  # for an answer to arrive before its connection is closed
 _MEASURED_S = 0.5  # for the path of a new connection to be measured
 _SHOWN_CHARACTERS = 8  # of a learner's id, with which messages name it
+# Names of what the driver writes for all learners.
 _SHARED = re.compile(
     r"run\.json|driver/\d{1,10}\.json|params/\d{1,10}/\d{1,10}\.safetensors"
     r"|files/[0-9a-f]{64}/(hashes|\d{1,7})"

@@ -520,6 +520,7 @@ def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     return Program(losses, (params, rows), donated=(), out_shardings=at.replicated)
 
 
+# What builds the program of each kind.
 _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]] = {
     "start": _start,
     "steps": _steps,

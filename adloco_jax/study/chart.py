@@ -19,6 +19,7 @@ import numpy as np
 from adloco_jax.study.summary import short
 
 STYLE = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+# Characters that XML, and so an SVG file, may not contain.
 _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _UNITS = 4000  # range of a curve's coordinates, in both directions

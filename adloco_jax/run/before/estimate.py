@@ -297,6 +297,7 @@ def _gpu_kind(
 
 
 _GIB = 2**30
+# By the name that `--device` takes before the number of chips.
 _KINDS = {
     "a100-40": _gpu_kind("NVIDIA A100-SXM4-40GB", 42331013120, 312e12, 1555200000000, _AMPERE),
     "a100-80": _gpu_kind("NVIDIA A100-SXM4-80GB", 85100068864, 312e12, 2039040000000, _AMPERE),

@@ -24,6 +24,7 @@ from adloco_jax.run.kept.events import EVENTS
 _REPEATED_EVENTS = {"round", "sync", "eval", "merge", "refusal", "spawn", "fault", "memory"}
 
 _MOST_QUOTED = 40  # bytes of a damaged line that a message quotes
+# What a message about a damaged ledger ends with.
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
 
 
