@@ -127,14 +127,15 @@ class Demonstration:
         raise LookupError(f"no site has joined as learner {learner}")
 
     def tell(self, event: dict, there: set[str]) -> None:
-        """Print a line about a round, or about a site that has joined or was lost."""
+        """Print a line about a round, or about what has happened to a site."""
         if event["event"] == "learner":
             site, what = self.site_of(event["learner"]), event["what"]
             if what == "joined":
                 there.add(site)
                 self.say(f"      site {site} joined")
             else:
-                there.discard(site)
+                if what in ("left", "lost"):
+                    there.discard(site)
                 self.say(f"      site {site} {what}: {event['why']}")
         if event["event"] == "round":
             marks = "  ".join(f"{site} {'●' if site in there else '○'}" for site in SITES)
