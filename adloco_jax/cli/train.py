@@ -195,12 +195,16 @@ def _plan_devices(options: argparse.Namespace) -> None:
 def _plan_sites(options: argparse.Namespace, settings: Settings) -> None:
     """Print the seconds of a round over slow links, if `--link` or the config names a link.
 
-    There is a site for each worker unless `--sites` says how many. Raises ConfigError for fewer
-    than two sites, or if `--tokens-per-s` is not above 0.
+    A site is a machine that trains; all sites have equal links. A link is its rate in each
+    direction, such as "10Mbit/s". There is a site for each worker unless `--sites` says how many.
+    `--tokens-per-s` is the speed of one site; without it, it is measured here. Raises ConfigError
+    for fewer than two sites, or if `--tokens-per-s` is not above 0.
     """
     link = options.link or settings.engine.link
     if not link:
         return
+    # Imported only here, as elsewhere in this module: they import JAX, which takes seconds. So an
+    # error in the config is reported before.
     from adloco_jax.engine.model import spec_of
     from adloco_jax.engine.spec import this_machine
     from adloco_jax.study.sites import site_lines

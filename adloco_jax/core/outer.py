@@ -70,12 +70,14 @@ A keyword `label_params`, if it has one, is that of the model's entry in `ARCHIT
 def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
     """Compute the weighted mean of a trainer's differences, leaves [...].
 
+    `share_W` has the workers' weights, which sum to 1.
+
     Source: DiLoCo (arXiv 2311.08105), algorithm 1, line 12.
     """
 
     def weighted_sum(leaf_W: Array) -> Array:
         """Sum one leaf over the workers, each times its share."""
-        # The shares, broadcast over all axes but the first.
+        # The shares [W], with axes of size one added, so that they multiply all axes but the first.
         return jnp.sum(leaf_W * share_W.reshape((-1,) + (1,) * (leaf_W.ndim - 1)), axis=0)
 
     return jax.tree.map(weighted_sum, difference_W)
@@ -208,7 +210,9 @@ def outer_step(
     shape_SR = (num_updates, ensemble.num_workers)
     learning_rate_TR = checked_factors("learning_rate_SR", learning_rate_SR, shape_SR)
 
-    # Divide each update's batch into micro-batches, the last of which completes the update.
+    # Divide each update's batch into micro-batches, the last of which completes the update:
+    # `update_T` is true there. Without accumulation each micro-batch completes one, which
+    # `inner_steps` assumes if `update_T` is None.
     update_T = None
     if num_accum_steps > 1:
         batch = jax.tree.map(lambda leaf: _split_micro_batches(leaf, num_accum_steps), batch)
@@ -269,8 +273,9 @@ def _workers_shardings(
     """Return the shardings of the result of `start_round`, whose arguments follow `result`.
 
     `ensemble` has shardings in place of arrays, and `whole` is the replicated sharding. Workers'
-    parameters and sums of gradients are sharded by worker, as the inner states are. Fields that the
-    result lacks get a sharding too, so `accumulate` and `reset_tx` do not matter.
+    parameters and sums of gradients are sharded by worker, as the inner states are. Fields that are
+    None in `result`, such as the sums if gradients are not accumulated, get a sharding too. So
+    `accumulate` and `reset_tx`, which decide about these fields, are not read.
     """
     # The mesh axes of the first axis of the inner states, which counts workers. Some optimizers,
     # such as SGD, have no state.
@@ -297,12 +302,14 @@ def start_round(
 ) -> Workers:
     """Give every worker the parameters and the inner state that it starts the round with.
 
-    The parameters are its own (`params_R`) if the ensemble keeps them, else its trainer's.
+    The parameters are its own (`params_R`) if the ensemble keeps them, as that of Streaming DiLoCo
+    does. Otherwise `params_R` is None, and the parameters are its trainer's.
 
     Args:
       ensemble: Trainers and workers between two rounds.
-      accumulate: Whether `inner_steps` will receive `update_T`. Each worker then has a sum of
-        gradients, float32, of the size of the parameters.
+      accumulate: Whether an update averages the gradients of several micro-batches. `inner_steps`
+        is then given `update_T`, bool [T], which is true where an update ends. Each worker then has
+        a sum of gradients, float32, of the size of the parameters.
       reset_tx: The inner transformation, to start with fresh inner states (as in the reference code
         of AdLoCo). None keeps them (as in DiLoCo).
 
@@ -580,7 +587,7 @@ def apply_differences(
     end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)
     params_M = with_trainable(ensemble.params_M, where_leading(is_usable_M, end_M, start_M))
     params_R = None
-    if ensemble.params_R is not None:
+    if ensemble.params_R is not None:  # workers keep parameters of their own
         params_R = to_workers(params_M, sizes)
     ensemble = ensemble.replace(
         params_M=params_M,

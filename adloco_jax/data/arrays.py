@@ -156,11 +156,14 @@ def _checked_rows(name: str, given: ArrayLike, sequence_length: int | None) -> n
 
 
 def _fingerprint(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 (hex) of the shapes and values of rows; their integer type is ignored."""
+    """Return the SHA-256 (hex) of the shapes and values of rows; their integer type is ignored.
+
+    A caller that resumes a run may give the same rows in another type, such as int64.
+    """
     digest = hashlib.sha256()
     for rows in arrays:
         digest.update(f"{rows.shape}".encode())
-        for chunk in _chunks(rows):
+        for chunk in _chunks(rows):  # as int32, whatever the type of the rows
             digest.update(chunk.data)
     return digest.hexdigest()
 

@@ -523,12 +523,14 @@ def _spans(text: str, chat: _Chat, limit: int, tokenizer: Tokenizer) -> tuple[li
 def _marked_spans(chat: _Chat, tokenizer: Tokenizer) -> list[Span]:
     """Return the spans that the template marks, without those of answers that do not count.
 
-    An answer does not count if its turn has `weight` 0, or is in the column of the prompt. Raises
-    DataError if some answers do not count, and the template does not mark exactly one span for each
-    answer.
+    An answer does not count if its turn has `weight` 0, or is in the column of the prompt;
+    `chat.answers` has the indices of the turns that count. If all answers count, all marked spans
+    are returned, however many the template marks. Raises DataError if some answers do not count,
+    and the template does not mark exactly one span for each answer: then it is not known which
+    spans to leave out.
     """
     assert tokenizer.mark is not None  # the template marks answers
-    marks = tokenizer.mark(chat.turns, chat.tools)
+    marks = tokenizer.mark(chat.turns, chat.tools)  # the spans, in the order of the text
     all_answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
     if chat.answers == all_answers:
         return marks

@@ -686,10 +686,16 @@ def _save(tokenizer: Any, folder: Path, max_length: int | None) -> None:
 def _name_special_tokens(tokenizer: Any) -> None:
     """Set the end-of-text token of a tokenizer that was read from a `tokenizer.json` alone.
 
-    The file does not say which token ends a text. It is the first of the usual names that is in the
-    vocabulary. A tokenizer without special tokens gets `<|endoftext|>`. One with others only is not
-    changed, because the name of its end of text is not known. `[CLS]` becomes the classification
-    token.
+    The file does not say which token has which use. So the names decide, in this order:
+
+    1. The end of text is the first of the usual names (`_END_OF_TEXT_NAMES`) that is in the
+       vocabulary.
+    2. Without one of these, a tokenizer that has special tokens is not changed at all, because the
+       name of its end of text is not known.
+    3. A tokenizer without special tokens gets a new one, `<|endoftext|>`.
+
+    In the first and third case `[CLS]`, if it is in the vocabulary, becomes the classification
+    token, which is put before texts to be classified (BERT's tokenizers have it).
     """
     vocab = tokenizer.get_vocab()
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]

@@ -100,8 +100,10 @@ def max_object_bytes(form: PyTree) -> int:
 def check_possible(settings: Settings, folder: Path) -> None:
     """Check that a run can use learners through the bucket at its address `engine.address`.
 
-    `folder` is the run's. In its folder `learners` the file `id` has the run's id, and the file
-    `key` the secret key with which objects are signed, unless `ADLOCO_KEY` has it.
+    `folder` is the run's, in which nothing is written. In its folder `learners` an earlier start
+    may have left two files: `id` has the run's id, and `key` the secret key with which objects are
+    signed, unless `ADLOCO_KEY` has it. Without a key a new one serves for this check only. In the
+    bucket an object is written as a trial, and deleted.
 
     Raises:
       ConfigError: If obstore is missing, `ADLOCO_KEY` is too short, or the address is no bucket; or
@@ -116,6 +118,7 @@ def check_possible(settings: Settings, folder: Path) -> None:
 
     # Try to write an object, an empty message, twice. `create` keeps an object that is there, and
     # returns whether it has written; so the second time it must return False.
+    # No driver has the number 0, so the object is nobody's heartbeat.
     has_written = [bucket.create("driver/0.json", Format()) for _ in range(2)]
     bucket.delete("driver/0.json")
     if all(has_written):
@@ -228,7 +231,8 @@ def driving(
     def give_sign() -> None:
         """Write the driver's heartbeat, in a thread; its error is raised where learners are polled.
 
-        An error that is raised in the thread would end the process at once.
+        An error that is raised in the thread would end the process at once. `poll` of the transport
+        raises it in the main thread, where the run can end in order.
         """
         transport.act_and_keep_fault(transport.give_sign)
 
@@ -335,7 +339,7 @@ def become_next_driver(bucket: Store, last: int, heartbeat_s: float) -> int:
     start_s = time.monotonic()
     changed_s = start_s  # when the newest driver's heartbeat last changed
     newest = _newest_driver(bucket, last)
-    if not newest.heartbeat.has_ended:
+    if not newest.heartbeat.has_ended:  # it may be alive, or may have been killed
         say(f"{bucket.url}: waiting {heartbeat_s:g} s for a sign of an earlier driver")
     first = DriverHeartbeat(start=bucket.signatures.start, count=0, adloco_jax=__version__)
     # Twice `heartbeat_s`: a bucket may first show an old heartbeat of a driver that is gone, and
@@ -361,7 +365,8 @@ def _newest_driver(bucket: Store, generation: int) -> _Driver:
 
     Drivers are numbered one after another, so the numbers from `generation` on are tried until one
     has no heartbeat. If `generation` itself has none, the driver counts as silent: it gets a
-    heartbeat without content, which never changes. Number 0 is no driver, and counts as ended.
+    heartbeat without content, which never changes. Number 0 is no driver, and counts as ended, so
+    that nobody waits for it.
     """
 
     def read(number: int) -> DriverHeartbeat | None:
@@ -549,7 +554,10 @@ class BucketTransport:
             self._fault = error
 
     def start(self, number: int, incarnation: int) -> RequestId:
-        """Offer a place to machines that want to join; return its handle for calls."""
+        """Offer a place to machines that want to join; return its handle for calls.
+
+        `number` is that of the learner, and `incarnation` counts the learners that had it before.
+        """
         handle = RequestId(generation=self._generation, learner=number, incarnation=incarnation)
         self._exchanges[number] = _Exchange(handle)
         self._act_in_thread(self._write_heartbeat)  # it says that the place is free
@@ -609,8 +617,9 @@ class BucketTransport:
     def poll(self, calls: Sequence[RequestCall], timeout_s: float) -> dict[RequestCall, Reply]:
         """Return the replies to calls that have ended; wait until one has, or the time is over.
 
-        As long as the link to the bucket does not work, it waits on. Raises the error of a thread,
-        which is ResourceError or ConfigError if the bucket cannot be read or written, and
+        `calls` are those that `submit` returned and that have no reply yet; `timeout_s` is how long
+        to wait. As long as the link to the bucket does not work, it waits on. Raises the error of a
+        thread, which is ResourceError or ConfigError if the bucket cannot be read or written, and
         ResourceError if another driver has taken over.
         """
         until_s = time.monotonic() + timeout_s
@@ -649,9 +658,10 @@ class BucketTransport:
     def _look_for_heartbeat(self, exchange: _Exchange) -> None:
         """Look for a newer heartbeat of a learner, and store it in `exchange.heartbeat`.
 
-        A call does not wait: it begins a look in a thread if it is time for one, or takes the
-        result of a look that has ended. The pauses between looks grow. They are short again once
-        the learner has joined, or has written a response.
+        The learner is the one in the place of the `exchange`, if one has taken it. A call does not
+        wait: it begins a look in a thread if it is time for one, or takes the result of a look that
+        has ended. The pauses between looks grow. They are short again once the learner has joined,
+        or has written a response.
         """
         if exchange.look is None:
             if time.monotonic() >= exchange.next_s:
@@ -663,7 +673,7 @@ class BucketTransport:
         if not exchange.look.done():
             return
 
-        heartbeat = exchange.look.result()
+        heartbeat = exchange.look.result()  # raises the error of the thread, if there is one
         exchange.look = None
         self._returned_s = time.monotonic()
         exchange.pause_s = store.next_pause_s(exchange.pause_s)
@@ -680,7 +690,7 @@ class BucketTransport:
     def _read_heartbeat(self, name: str, is_free: bool) -> LearnerHeartbeat | None:
         """Read a learner's heartbeat, the object `name`, in a thread.
 
-        Returns None if there is none, if it is refused, or if reading was given up after a signal.
+        Returns None if there is none, if it is refused, or if it cannot be read, as after a signal.
 
         `is_free` says that no learner has the place yet. Then an object that is refused, such as
         one of an earlier start of the driver, is deleted, as it keeps learners out.
@@ -695,7 +705,7 @@ class BucketTransport:
                 # Before it is deleted, it is read again: it may have been damaged on its way.
                 return store.retry_if_refused(read)
             return read()
-        except ResourceError:  # after a signal a failed read is not repeated
+        except ResourceError:  # such as after a signal, when a failed read is not repeated
             return None
         except Refused as error:
             if is_free:
@@ -708,11 +718,14 @@ class BucketTransport:
     def _reply_to(self, call: RequestCall) -> Reply | None:
         """Return the reply to a call; None if it has not come yet.
 
-        A response is read in a thread, which begins once the learner's heartbeat counts it.
+        What counts is the newest heartbeat of the learner that was read: it answers a ping, and has
+        the number of responses that the learner has written. A response is read in a thread, which
+        begins once this number includes it. An error of the thread is raised here. A response that
+        is missing, damaged or cannot be read is none: its reply has `Refused` as its value.
         """
         exchange = self._exchanges[call.id.learner]
         heartbeat = exchange.heartbeat
-        if heartbeat is None:
+        if heartbeat is None:  # no learner has taken the place, or its heartbeat was not read yet
             return None
         if call.what == "ping":
             # The first heartbeat after the ping answers it. `call.id.request` is the count of the
@@ -721,11 +734,12 @@ class BucketTransport:
             is_answer = heartbeat.sign.has_left or heartbeat.count != call.id.request
             if not is_answer:
                 return None
-            # The driver, not the learner, says whose machine it is.
+            # The driver, not the learner, says whose machine it is, as a learner could claim any.
             return Reply(heartbeat.sign.model_copy(update={"owner": self._owner(call.id)}))
         if call.response is not None and call.response.done():
-            exchange.num_read = max(exchange.num_read, call.id.request)  # the heartbeat has it
-            return call.response.result()
+            # The driver's next heartbeat tells the learner that this response was read.
+            exchange.num_read = max(exchange.num_read, call.id.request)
+            return call.response.result()  # raises the error of the thread, if there is one
         if call.response is None and heartbeat.num_responses >= call.id.request:
             call.response = store.in_thread(self._read_response, call)
         return None
@@ -734,9 +748,9 @@ class BucketTransport:
         """Read the response to a call, and delete it with its request; return it as a reply.
 
         The reply's value is a list: the `Response` of each worker, or the inner states that were
-        asked for. It is `Refused` if the object is not what it should be or cannot be read, or if
-        the learner has refused the request. The reply's `error` says why the learner has ended;
-        empty if it has not.
+        asked for. It is `Refused` if the object is missing, is not what it should be or cannot be
+        read, or if the learner has refused the request. The reply's `error` says why the learner
+        has ended; empty if it has not.
         """
         name = call.id.name("responses")
 
@@ -772,7 +786,8 @@ class BucketTransport:
     def kill(self, handle: RequestId) -> None:
         """End the exchange with a learner, and delete its objects.
 
-        The driver's heartbeat names the learner no more, so it leaves when it sees this.
+        The driver's heartbeat names the place no more, so a learner there gives it up when it sees
+        this. `handle` is the place, as `start` returned it.
         """
         exchange = self._exchanges.pop(handle.learner)
         left = [handle.heartbeat_name()]  # names of objects to delete

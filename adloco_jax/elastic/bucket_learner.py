@@ -315,7 +315,7 @@ class BucketLearner:
         return own is not None and own.num_read < self.num_responses
 
     def _next_heartbeat(self) -> LearnerHeartbeat:
-        """Return the next heartbeat, with what the learner says about itself.
+        """Return the next heartbeat of this learner, with what it says about itself.
 
         After a signal it says that the learner wants to leave.
         """
@@ -327,24 +327,29 @@ class BucketLearner:
         return LearnerHeartbeat(count=self._count, num_responses=self.num_responses, sign=sign)
 
     def _say(self, line: str) -> None:
-        """Print a line, unless the last one was the same."""
+        """Print a line, unless the last one that was printed was the same."""
         if line != self._said:
             print(line, flush=True)
         self._said = line
 
     def _is_driver_alive(self) -> bool:
-        """Whether the driver has not ended, and its heartbeat has changed within `heartbeat_s`."""
+        """Whether the driver has not ended, and its heartbeat has changed within `heartbeat_s`.
+
+        The newest heartbeat that was read counts; nothing is read here. Without a known driver
+        `self._changed_s` is when this learner began.
+        """
         silent_s = time.monotonic() - self._changed_s
         return silent_s < self._heartbeat_s and not self.driver.has_ended
 
     def _look_for_driver(self) -> bool:
         """Read the newest driver's heartbeat to `self.driver`; return whether there is a driver.
 
-        Returns False if no driver is known yet, or the last one has ended and may be started again.
-        True does not mean that the driver is alive: it may be silent, or the run may be over. A
-        line is printed if the driver has ended or is silent.
+        Returns False if no driver is known yet (`self.generation` is 0), or the last one has ended
+        and may be started again. True does not mean that the driver is alive: it may be silent, or
+        the run may be over. A line is printed if the driver has ended or is silent.
         """
-        # A newer heartbeat of the known driver. With another start it is another driver's.
+        # Drivers are numbered from 1 on. Of a known one, read a newer heartbeat. With another start
+        # it is another driver's, and is not stored here.
         if self.generation > 0:
             heartbeat = self._read_driver(self.generation)
             if heartbeat is not None and heartbeat.start == self.driver.start:
@@ -353,7 +358,8 @@ class BucketLearner:
                     self._changed_s = time.monotonic()
                     self.driver = heartbeat
 
-        # A learner with a place stays with its driver as long as that is alive.
+        # A learner with a place stays with its driver as long as that is alive. Without a known
+        # driver this finds the first one.
         if self.handle is None or not self._is_driver_alive():
             self._change_to_newest_driver()
 
@@ -367,8 +373,8 @@ class BucketLearner:
     def _change_to_newest_driver(self) -> None:
         """Leave the known driver for the one that `run.json` names, if that is another.
 
-        Nothing changes if no driver is named there. If `run.json` is of another run, only
-        `_is_of_another_run` is set.
+        Then the learner has no place. Nothing changes if no driver is named there, or it has no
+        heartbeat. If `run.json` is of another run, only `_is_of_another_run` is set.
         """
         run = self._store.valid_message("run.json", RunDescription)
         self._is_of_another_run = run is not None and run.id != self._run_id
@@ -380,7 +386,7 @@ class BucketLearner:
         self._give_place_up()
         self.generation = run.driver
         self.driver = heartbeat
-        self._store.signatures.start = heartbeat.start
+        self._store.signatures.start = heartbeat.start  # objects are signed for this start
         self._changed_s = time.monotonic()
 
     def _give_place_up(self) -> None:
@@ -398,13 +404,17 @@ class BucketLearner:
         self._store.delete(before.heartbeat_name(), last_response)
 
     def _read_driver(self, generation: int) -> DriverHeartbeat | None:
-        """Read the heartbeat of the driver with a number; None if there is no valid one."""
+        """Read the heartbeat of the driver with the number `generation`; None without a valid one.
+
+        It is not valid if it is damaged, or not signed as the driver's heartbeats are.
+        """
         return self._store.valid_message(f"driver/{generation}.json", DriverHeartbeat)
 
     def _take_free_place(self) -> bool:
         """Take a free place in the driver's run; return whether this learner has one now.
 
-        Raises ConfigError if the driver has another version of this package.
+        The driver's heartbeat lists the places, and says which are free. Raises ConfigError if the
+        driver has another version of this package.
         """
         check_version(self._store, self.driver.adloco_jax)
         free = [each.id for each in self.driver.learners if each.is_free]

@@ -65,7 +65,7 @@ class LearnerRecord:
         """Return in words why the learner now counts as lost; empty if it does not.
 
         `heartbeat_s` limits the wait for an answer to a ping, `restart_s` that for the first answer
-        of a process.
+        of a process. `now_s` is the present time.
         """
         if not self.joined:
             if now_s - self.started_s > restart_s:
@@ -84,7 +84,7 @@ class LearnerRecord:
         """
         if not self.sequence_s:
             return math.inf
-        transfer_s = statistics.median(self.transfer_s or [0.0])
+        transfer_s = statistics.median(self.transfer_s or [0.0])  # none was measured: 0
         return statistics.median(self.sequence_s) * sequences + transfer_s
 
     def record_request(self, sequences: int, now_s: float, *, heartbeat_s: float) -> None:
@@ -203,7 +203,10 @@ def usual_norm(past: Sequence[float], now: Sequence[float]) -> float:
     norms of many rounds, and of `now`, one norm for each learner of this round. So when all make
     larger steps, as in a warm-up, nobody is clipped.
 
-    A median needs at least eight of `past`, or two of `now`. Of two norms it is the smaller.
+    A median needs at least eight of `past`, or two of `now`. Of an even number of norms it is the
+    smaller of the two in the middle. Their mean would be larger, and a single huge norm of two
+    learners would raise the limit by which it is judged. A learner has one norm in `now`, the
+    largest of its workers', so that many workers of a faulty learner do not outvote the others.
     """
     usual = 0.0
     if len(past) >= _FEW_NORMS:
@@ -253,7 +256,7 @@ def updates_by_speed(
             measured[worker_id] = seconds
     if not measured:
         return updates
-    fastest = min(measured.values(), key=statistics.median)
+    fastest = min(measured.values(), key=statistics.median)  # the seconds of the fastest worker
     for worker_id, seconds in measured.items():
         # Its speed, as a fraction of the fastest one's; never divided by zero.
         speed = statistics.median(fastest) / max(statistics.median(seconds), _SHORTEST_S)

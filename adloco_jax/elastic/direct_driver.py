@@ -113,9 +113,11 @@ def _check_address(address: str) -> None:
     if not address:
         return
     try:
+        # `_ports` maps the version of each IP, 4 or 6, to its port: here one version to one port.
+        # It raises ValueError if the address is no IP:PORT.
         (port,) = _ports([address]).values()
         if not 0 < port < 2**16:  # 0 is any port, and larger ones do not exist
-            raise ValueError  # becomes the ConfigError below
+            raise ValueError  # the ConfigError below is raised in its place
     except ValueError as error:
         raise ConfigError(
             f"engine.address = {address!r}: for direct IP:PORT, such as 203.0.113.7:4433, or empty"

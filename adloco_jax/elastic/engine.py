@@ -64,11 +64,14 @@ PATIENCE_S = 300.0
 
 
 class _OuterUpdate(NamedTuple):
-    """The result of `apply_differences`, and the update in the form in which it can be sent."""
+    """What an outer update of trainers gives: the trainers, and what learners can be sent of it."""
 
-    ensemble: Ensemble  # after the update
-    norm_M: jax.Array  # norms of the trainers' outer updates
-    packed_updates: list[PyTree]  # one, with axis M; none in float32, as nothing is packed then
+    ensemble: Ensemble  # the trainers after the update, with their outer states
+    # L2 norm of the mean difference of each trainer's workers; NaN: the trainer has not changed.
+    norm_M: jax.Array
+    # One update, packed to be sent, with axis M. Empty if nothing is packed: in float32, or if each
+    # trainer has one worker, whose difference is always in float32.
+    packed_updates: list[PyTree]
 
 
 @functools.partial(jax.jit, static_argnames=("outer_tx", "aggregate", "precision", "skip_single"))
@@ -94,11 +97,17 @@ def _apply(
       aggregate: Makes one difference of a trainer's workers' ones, such as their mean.
       precision: That in which differences were packed, and the update is packed.
       skip_single: Whether a trainer with one worker takes its parameters, without the optimizer.
+
+    Returns:
+      The trainers after the update, the norms of their mean differences, and the packed update.
     """
     packed_updates: list[PyTree] = []
 
     def all_gather(packed_M: PyTree) -> PyTree:
-        """Keep the packed update; nothing is gathered, as this process has all workers' arrays."""
+        """Keep the packed update, and return it as it is; it is not called in float32.
+
+        Nothing is gathered, as this process has all workers' arrays.
+        """
         packed_updates.append(packed_M)
         return packed_M
 
@@ -128,7 +137,10 @@ def _difference_norms(params: PyTree, precision: Precision, packed_R: PyTree) ->
 
 
 class _Failure(NamedTuple):
-    """The rounds of a trainer, in a row, to which no learner has responded."""
+    """The rounds of a trainer, in a row, to which no learner has responded.
+
+    Times are those of the clock `time.monotonic`.
+    """
 
     first_s: float  # when the first of them failed
     count: int  # how many have failed
@@ -253,8 +265,8 @@ class ElasticEngine:
 
         Returns the fields of one round's line in the ledger, equal for the `num_ended` rounds:
         bytes sent and received (`wire_bytes`), and the seconds that learners were up (`up_s`), that
-        were lost with a learner (`lost_s`), and of each use of their time, such as `computing_s`.
-        The counts start again at zero.
+        were lost with a learner (`lost_s`), and of each use of their time (`computing_s`,
+        `uploading_s`, `waiting_s`, `downloading_s`). The counts start again at zero.
         """
 
         def share_s(seconds: float) -> float:
@@ -389,7 +401,7 @@ class ElasticEngine:
 
         `ended` has the rounds by trainer id. Returns the ensemble without inner states, which are
         in the learners now; and by trainer id the losses and skipped updates of the round, with the
-        norm of the outer update, NaN if there was none.
+        norm of the workers' mean difference, NaN if the trainer has not changed.
         """
         ensemble = state.ensemble.replace(inner_state_R=None)
         outcomes = {}
@@ -676,14 +688,15 @@ class ElasticEngine:
     ) -> None:
         """Send a learner its part of a round, with the parameters and inner states that it lacks.
 
-        `request` has the learner's workers; its fields about parameters are set here. `rate_T` is
+        `request` has the learner's workers. Its fields about parameters are set here:
+        `params_sha256`, their hash, and `is_update`, whether an update is sent. `rate_T` is
         the learning rate of each micro-batch. `whole_params` returns the trainer's parameters, in
         NumPy and without axis M; it is called only if they are sent or hashed.
         """
         states = {}  # by worker id
         for work in request.work:
             state = self._states.state_to_send(work.worker_id, learner)
-            if state is not None:
+            if state is not None:  # the learner lacks it
                 states[work.worker_id] = state
         completed = self._params.complete_request(request, learner, whole_params)
         inputs = Inputs(rate_T, inner_states=states)
@@ -696,11 +709,21 @@ class ElasticEngine:
     ) -> _OuterUpdate:
         """Apply the outer update to a trainer, from the differences that learners have sent.
 
-        `ensemble` has this trainer alone, and its workers in the order of `worker_ids`. At least
-        one response of the `record` counts. A worker's weight in the mean is the number of
-        sequences that it has read; it is zero if the worker's response does not count.
+        A worker's weight in the mean is the number of sequences that it has read; it is zero if the
+        worker's response does not count.
+
+        Args:
+          ensemble: This trainer alone, and its workers in the order of `worker_ids`.
+          worker_ids: The ids of all its workers.
+          record: The round. At least one response counts. `record.factors` has, by worker id, the
+            number below 1 by which a difference is scaled down, as it is much larger than usual.
+
+        Returns:
+          The trainer after the update; the norm of the mean difference, `(1,)`; and a list with
+          the update, packed to be sent. It is empty in float32, or if there is one worker.
         """
-        # In place of a difference that does not count: zeros, and False for "is usable".
+        # In place of a difference that does not count: zeros, and False for "is usable", as zeros
+        # of a boolean array are. Such a difference is left out of the mean.
         some = next(iter(record.counted.values()))  # any one, for the shapes
         missing = jax.tree.map(np.zeros_like, some.differences)
         differences = []
@@ -714,7 +737,7 @@ class ElasticEngine:
                 differences.append(missing)
                 weights.append(0)
         factor_R = None
-        if record.factors:  # otherwise no difference is scaled down
+        if record.factors:  # some difference is scaled down; those of other workers count as sent
             factors = [record.factors.get(worker_id, 1.0) for worker_id in worker_ids]
             factor_R = np.array(factors, np.float32)
         weights_R = np.array(weights, np.float32)
@@ -723,8 +746,10 @@ class ElasticEngine:
     def _close_round(self, record: RoundRecord) -> None:
         """Record the end of a round: who holds the workers' inner states now, and what went wrong.
 
-        The ledger gets a line for each learner that is late, and for each worker's difference that
-        was scaled down ("clipped") or does not count ("rejected").
+        In `record`, `counted` has the responses that are part of the outer update, `awaited` the
+        learners that have not answered, and `senders` the learner of each response. The ledger gets
+        a line for each learner that is late, and for each worker's difference that was scaled down
+        ("clipped") or does not count ("rejected").
         """
         trainer = record.request.trainer
         self._failures.pop(trainer, None)  # only failures in a row count
@@ -921,7 +946,8 @@ def _stats_by_trainer(ended: Mapping[int, RoundRecord]) -> Stats:
     """Collect the gradient statistics of the workers whose responses count, by trainer id.
 
     `ended` has the rounds by trainer id. Each field of the statistics is an array float64 [R], as
-    the batch-size tests want it. A trainer of which nothing was measured is left out.
+    the batch-size tests want it; R counts the trainer's workers that measured some. A trainer of
+    which nothing was measured is left out.
     """
     stats = {}
     for m, each in ended.items():

@@ -5,7 +5,9 @@ its public key as text, the id of its endpoint. It may read what is meant for al
 write and delete only in the place that it has taken. A place is a `RequestId` whose request is 0; a
 `part` is the first folder of a name: learners (heartbeats), requests or responses. A stranger is a
 connection that has not said the secret yet. A stream carries one request of a learner, a
-`Question`, and its `Answer`; each may be followed by the bytes of an object, its body. Within
+`Question`, and its `Answer`; each may be followed by the bytes of an object, its body. A driver's
+number is its generation. A driver's heartbeat is the object `driver/NUMBER.json`, which learners
+can only read; it lists all places, and says which are free. Within
 `direct.connection_errors` errors of a connection are raised as ConnectionError, an OSError.
 """
 
@@ -379,10 +381,11 @@ class Server:
         say(f"learner {self._name(peer)} {what}")
 
     def _limit(self, question: Question, peer: str) -> int:
-        """Return how many bytes a learner may write by a request.
+        """Return how many bytes a learner may write by a request; 0 if it writes nothing.
 
         Raises `_Turned`, with the answer to give, if the learner may not make the request. `peer`
-        is the learner's id.
+        is the learner's id. Of a `question`, `do` says what is asked for, and `name` names the
+        object.
         """
         do = question.do
         name = question.name
@@ -422,12 +425,17 @@ class Server:
         raise _Turned("refused", "not its place")
 
     def _is_free(self, place: RequestId) -> bool:
-        """Whether the driver's heartbeat says that it waits for a learner in a place."""
+        """Whether the driver's heartbeat says that it waits for a learner in a place.
+
+        `place.generation` is the number of the driver that has offered the place. It is not free if
+        this driver has no heartbeat here, as one that has ended long ago.
+        """
         name = f"driver/{place.generation}.json"
         stored = self._objects.get(name)
         if stored is None:
             return False
         _, pieces = stored
+        # Refused is not raised: this process has written the heartbeat, and learners cannot.
         heartbeat = from_json(b"".join(pieces), name, DriverHeartbeat)
         return any(each.is_free and each.id.of(0) == place for each in heartbeat.learners)
 

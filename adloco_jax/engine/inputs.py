@@ -5,6 +5,12 @@ the sizes of its round. A stream is the sequence of rows that one worker reads; 
 worker's id. A row is one sequence of training data, with L + 1 integers. `Control` is what the host
 knows of a run: trainers, their workers and sizes.
 
+`spec`, a `ProgramSpec`, holds what all programs of the run share: loss, optimizers, devices
+(`machine`), the form of a row, and how many micro-batches a call has. A call is one run of the
+program of inner steps; a round has several. A key (`ProgramKey`) names a program by its kind and by
+the sizes for which it is compiled. A layout (`Layout`) says whose workers arrays belong to, and on
+which devices they are.
+
 Axes of arrays: T micro-batches, R workers, B rows of a micro-batch, L tokens, M trainers.
 """
 
@@ -190,13 +196,23 @@ def group_by_plan(
 ) -> list[Group]:
     """Divide trainers into groups of trainers that have equally many workers, and the same plan.
 
-    `plans` has the sizes of the round by trainer id, for the trainers that run. Groups whose
-    trainers have equally many workers use the same devices, one group after another.
+    Groups whose trainers have equally many workers use the same devices, one group after another.
+    With several processes, or with too few devices, all groups use all devices, and the trainers of
+    a group may have unequal numbers of workers (`group_by_size`).
+
+    Args:
+      control: The host's data; a trainer's workers are its `streams`.
+      plans: By trainer id, the sizes of the round, for the trainers that run.
+      spec: Names the devices, and how many of them share the parameters of a worker.
+
+    Returns:
+      The groups, each with its plan. Empty without trainers.
     """
     groups = []
     for group in group_by_size(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
+            # `_group` makes a group without a plan, so the plan is set afterwards.
             groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
     return groups
 
@@ -206,7 +222,11 @@ def round_keys(
 ) -> list[ProgramKey]:
     """List the keys of the programs that a round may call, in the order of their first calls.
 
-    `plans` has the sizes of the round by trainer id, for the trainers that run.
+    Args:
+      control: The host's data before the round.
+      plans: By trainer id, the sizes of the round, for the trainers that run.
+      batching: Says whether the round measures gradients.
+      spec: Names the devices, and says whether the run is Streaming DiLoCo's (`own_params`).
     """
     is_streaming = spec.outer.own_params  # workers keep their own parameters between rounds
     keys: list[ProgramKey] = []
@@ -239,16 +259,24 @@ def needs_start(spec: ProgramSpec, steps_key: ProgramKey) -> bool:
 def programs_ahead(control: Control, settings: Settings, spec: ProgramSpec) -> list[ProgramKey]:
     """List the keys of the programs that the next two rounds may call.
 
-    `control` is the host's data before the first of them. If measured gradients grow the batch, the
-    second round is listed for the fastest growth and for none; otherwise it is not listed. Merges
-    and joining workers are predicted (`foreseen`).
+    `control` is the host's data before the first of them, with the sizes of that round. The sizes
+    of the second are not known if a test on measured gradients will choose them. So it is listed
+    twice: for the fastest growth that a test allows, and for none. A merge and workers that join
+    between the two rounds are predicted (`foreseen`).
+
+    Without such a test the second round is not listed. A constant batch calls the same programs
+    again. A schedule, such as `ramp`, sets the next batch when the first round is counted; the next
+    call of this function then lists that round.
     """
     batching = settings.batching
     keys = round_keys(control, round_plans(control, settings), batching, spec)
     later = dataclasses.replace(control, round=control.round + 1)
+    # The share of the run that is done after the first round, whose tokens are not counted here. At
+    # 1 there is no second round.
     done = settings.share_done(later.round, later.tokens_total)
     if measures_gradients(batching) and done < 1:
         for growth in (batching.max_growth, 1):  # the most that a test allows, and none
+            # `with_growth` changes what trainers request; `foreseen` lets the workers join.
             grown = with_growth(later, growth, settings.ensemble, batching, settings.inner)
             ahead = foreseen(grown, settings.merge, settings.ensemble, done)
             keys += round_keys(ahead, round_plans(ahead, settings), batching, spec)
@@ -261,8 +289,9 @@ def foreseen(
     """Predict the host's data at the start of the next round: after a merge and joining workers.
 
     `control` is the data at the end of a round, and `done` the fraction of the run that is
-    complete. Held-out losses are not known, so the members of a merge are chosen as if all losses
-    were equal, and no merge is refused.
+    complete. `merge` and `ensemble` say when trainers merge and when workers join. Held-out losses
+    are not known, so the members of a merge are chosen as if all losses were equal, and no merge is
+    refused.
     """
     if merge_due(control, merge, done):
         equal_losses = dict.fromkeys(control.trainers, 0.0)
@@ -277,7 +306,8 @@ def foreseen(
 def round_identity(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
     """Collect what determines a round's inputs: its number, what each worker reads, and the plans.
 
-    Inputs are made ahead. If this has changed when the round begins, they are not used.
+    `plans` has the sizes of the round by trainer id. Inputs are made ahead. If what is returned
+    here has changed when the round begins, they are not used.
     """
     return control.round, control.reads(), dict(plans)
 
@@ -408,8 +438,8 @@ def padded_stats_rows(
 ) -> StatsRows:
     """Send the rows that a batch-size test measures to the devices.
 
-    They are the first `count_R[r]` of the rows `first_rows_R[r]` (leaves [B, L + 1]) of worker r.
-    All workers' rows are padded with zeros to `spec.max_test_sequences`.
+    They are the first `count_R[r]` of the rows `first_rows_R[r]` (leaves [B, L + 1]) of worker r of
+    the `group`. All workers' rows are padded with zeros to `spec.max_test_sequences`.
     """
     test_RB = _zero_rows(spec, (len(count_R), spec.max_test_sequences))
     for worker, (rows_B, count) in enumerate(zip(first_rows_R, count_R, strict=True)):
@@ -419,12 +449,15 @@ def padded_stats_rows(
 
 
 def _zero_rows(spec: ProgramSpec, shape: tuple[int, ...]) -> PyTree:
-    """Make arrays of zeros for rows as the run's model reads them: leaves [*shape, L + 1]."""
+    """Make arrays of zeros for rows as the run's model reads them: leaves [*shape, L + 1].
+
+    `spec.row` has the shape and type of each array of one row, such as its tokens.
+    """
     return jax.tree.map(lambda leaf: np.zeros((*shape, *leaf.shape), leaf.dtype), spec.row)
 
 
 def _pairs(to: PyTree, rows: PyTree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pair the arrays of two trees of rows, such as their tokens."""
+    """Pair the arrays of two trees of rows: the tokens of both, then other arrays, if any."""
     return zip(jax.tree.leaves(to), jax.tree.leaves(rows), strict=True)
 
 

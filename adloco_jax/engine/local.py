@@ -8,6 +8,13 @@ run of the program of inner steps; a round has several. A flush synchronises the
 Streaming DiLoCo has not sent yet. A trainer is broken if its workers only skip updates. An ensemble
 has the arrays of all trainers and workers. The members of a merge become one trainer; the first,
 the representative, remains. The ledger is the run's file of events.
+
+`spec`, a `ProgramSpec`, holds what all programs of the run share, such as loss, optimizers and
+devices. A key names a program by its kind and sizes. A layout says whose workers arrays belong to,
+and on which devices they are. `Control` is what the host knows of a run: trainers, their workers
+and sizes. A state has the ensemble and the control. A boundary is what observers get after a round.
+
+Axes of arrays: M trainers, R workers, W those of one trainer, S updates, T micro-batches.
 """
 
 import copy
@@ -228,7 +235,8 @@ class LocalEngine:
     def _measure(self, state: State, test: StatsRows) -> GradientStats:
         """Dispatch the measurement of a group's gradient statistics, and do not wait for it.
 
-        `test` has the group, whose trainers have equal plans, and the rows to measure on.
+        `test` has the group, and the rows on which each of its workers is measured. Returns the
+        statistics with fields [R], for the workers of the group.
         """
         params_M = state.ensemble.params_M
         trainers = test.group.trainers
@@ -237,7 +245,7 @@ class LocalEngine:
         return measure(self.programs, params_M, test)
 
     def complete(self, state: State) -> Ensemble:
-        """Return the ensemble with all inner states: here it always has them."""
+        """Return the ensemble of `state`, which always has all inner states here."""
         return state.ensemble
 
     def close(self) -> None:
@@ -246,8 +254,9 @@ class LocalEngine:
     def _dispatch(self, state: State, round_inputs: RoundInputs) -> tuple[Ensemble, list[Measured]]:
         """Dispatch the programs of a round's updates to the devices, and do not wait for them.
 
-        Returns the ensemble after the round, and what each group measures; both may still be
-        computed. Raises Stopped after a signal, if the round would take more than `LAST_S` seconds.
+        `round_inputs` has the groups, and for each group the arguments of its calls. Returns the
+        ensemble after the round, and what each group measures; both may still be computed. Raises
+        Stopped after a signal, if the round would take more than `LAST_S` seconds.
         """
         ensemble = state.ensemble
         measured = []
@@ -311,7 +320,9 @@ class LocalEngine:
     def losses(self, state: State, models: Sequence[Mapping[int, float]]) -> list[float]:
         """Compute losses on the guard rows, in nats/token, of trainers and of planned merges.
 
-        A model maps the ids of its members to their weights in a merge, the representative first.
+        Each of `models` is a trainer, or a merge of several. It maps the ids of its members to
+        their weights in the merge, the representative first. Guard rows are the held-out rows that
+        decide about merges.
         """
         return guard_losses(state, models, self.programs, self.heldout)
 
@@ -320,8 +331,9 @@ class LocalEngine:
     ) -> Ensemble:
         """Merge the trainers `members`, and give each trainer the workers that it has in `after`.
 
-        `members` are ids, the representative first; `weights` are their weights in the mean. The
-        arrays of the ensemble in `state` may be deleted, to save memory.
+        `members` are ids, the representative first; `weights` are their weights in the mean.
+        `after` is the host's data after the merge. The arrays of the ensemble in `state` may be
+        deleted, to save memory.
         """
         positions, workers = merge_positions(state.control, members, after)
         weights_n = np.asarray(weights, np.float32)
@@ -338,9 +350,10 @@ class LocalEngine:
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Set trainers and their workers to the mean of the workers (`contrib.flush_workers`).
 
-        Only Streaming DiLoCo leaves workers with updates that are not synchronised. Trainers that
-        were flushed since the last round are left out. Returns the state, with the communication
-        counted, and one ledger line; the same state and no line if no trainer needs a flush.
+        `trainers` are ids. Only Streaming DiLoCo leaves workers with updates that are not
+        synchronised. Trainers that were flushed since the last round are left out. Returns the
+        state, with the communication counted, and one ledger line; the same state and no line if no
+        trainer needs a flush.
         """
         ensemble, control = state
         # `round` empties `self._flushed`, as workers then have new updates.
@@ -360,7 +373,7 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _put(self, ensemble: Ensemble, positions: tuple[int, ...], sub: Ensemble) -> Ensemble:
-        """Write the trainers of `sub`, in order, to these positions of the ensemble.
+        """Return the ensemble with the trainers of `sub`, in order, at these positions.
 
         If they are all trainers, `sub` is the result. Otherwise `ensemble` is donated: its arrays
         are deleted.
@@ -524,4 +537,6 @@ def _at_positions(tree_M: PyTree, positions: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(positions)], tree_M)
 
 
+# `_written(ensemble, positions, sub)` writes the trainers of `sub` to these positions, as `put`
+# does. The memory of the old ensemble is used for the new one.
 _written = jax.jit(put, static_argnums=1, donate_argnums=0)

@@ -2,7 +2,8 @@
 
 A mode says whether workers run at once or in turn, and whether the backward pass recomputes layers.
 Frozen weights are those of a model that is trained only by an adapter: they are its base. A kernel
-is the code that computes attention, of XLA or of cuDNN.
+is the code that computes attention: "xla" is XLA's, "cudnn" that of cuDNN. Devices share a worker
+if each has a part of its parameters (`model_shards` is their number).
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Model(NamedTuple):
     loss_of: Callable[[Mode, Kernel], LossFn]  # returns the loss for a mode and attention's kernel
     network: nn.Module | None = None  # None: the caller of `fit` has it
     num_classes: int | None = None  # None: the model is no classifier
-    # Chooses attention's kernel, by the number of devices that share a worker.
+    # Takes the number of devices that share a worker; returns the kernel: "xla" or "cudnn".
     attention: Callable[[int], Kernel] = lambda model_shards: "xla"
     params: PyTree | None = None  # where to start; None: `init_fn` draws them
     can_remat: bool = True  # whether the loss can recompute layers in the backward pass
@@ -79,7 +80,9 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
     """Return the model that the settings describe, for programs compiled for `machine`.
 
     No parameters are drawn, and no weights are read. With an adapter (`adapter.rank` above 0),
-    `init_fn` draws the adapter alone, and `base_shapes` has the shapes of the frozen weights.
+    `init_fn` draws the adapter alone, and `base_shapes` has the shapes of the frozen weights. The
+    field `attention` is a function: it takes the number of devices that share a worker, and returns
+    the kernel, "xla" or "cudnn".
     """
     model = settings.model
     data = settings.data
@@ -88,6 +91,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
     def loss_of(mode: Mode, kernel: Kernel) -> LossFn:
         """Return the loss of the model with recomputed layers or not, and a kernel of attention."""
+        # `layer_form` says how programs run the layers: "call" on a CPU, elsewhere "inline".
         _, loss_fn = build_model(
             model,
             settings.adapter,
@@ -113,6 +117,7 @@ def configured_model(settings: Settings, machine: Machine) -> Model:
 
         init_fn = init_adapter
 
+    # All arguments of `attention_kernel` are bound but the last, the number of devices.
     return Model(
         init_fn=init_fn,
         loss_of=loss_of,
@@ -135,7 +140,9 @@ def attention_kernel(
 ) -> Kernel:
     """Choose the attention kernel: "cudnn" if devices, model and data allow it, else "xla".
 
-    `network` is the module that the settings `model` describe. What cuDNN needs is what
+    `network` is the module that the settings `model` describe. `data` has the length of a row, and
+    says whether attention separates documents; `batching` says what the batch-size test measures.
+    What cuDNN needs is what
     `jax.nn.dot_product_attention` asks for on the strictest GPU. `model_shards` is the number of
     devices that share a worker's parameters.
     """
@@ -185,9 +192,10 @@ def layer_form(machine: Machine) -> str:
 def examples_per_pass(num_activations: int, machine: Machine) -> int | None:
     """Return the rows of one forward and backward pass on a CPU; elsewhere None, for all rows.
 
-    Activations between two layers (`num_activations` a row) should stay in the cache: with 16 rows
-    of 131,072 activations, fewer rows took 0.8 of the time. If all fits in the cache, fewer rows
-    took up to 1.12 times the time.
+    If a micro-batch has more rows, its gradient is the mean over several passes. Activations
+    between two layers (`num_activations` a row) should stay in the cache: with 16 rows of 131,072
+    activations, fewer rows took 0.8 of the time. If all fits in the cache, fewer rows took up to
+    1.12 times the time.
     """
     if machine.platform != "cpu":
         return None

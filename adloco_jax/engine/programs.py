@@ -8,9 +8,13 @@ trainer; the first, the representative, remains.
 
 The functions that make programs are given `at`, the mesh of devices with its shardings. Its axes
 `trainer` and `worker`, together POOL, divide the workers; along the others devices share a worker.
-A key (`ProgramKey`) names a program by what it is compiled for; its `layout` says which workers and
-devices that are. Rows are a tree: an array of tokens, or a `RowBatch` of several arrays. Axes of
-arrays: M trainers, R workers, T micro-batches, B rows, L tokens.
+`spec`, a `ProgramSpec`, holds what all programs of the run share: loss, optimizers, and the shapes
+of the parameters and of a row. A key (`ProgramKey`) names a program by what it is compiled for; its
+`layout` says which workers and devices that are. Rows are a tree: an array of tokens, or a
+`RowBatch` of several arrays. A random key is one of JAX, for a loss that takes it. Gradients are
+accumulated if an update has several micro-batches.
+
+Axes of arrays: M trainers, R workers, T micro-batches, B rows, L tokens.
 """
 
 import contextlib
@@ -304,10 +308,20 @@ def _start(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program of inner steps, for a fixed number of micro-batches.
 
-    Its arguments are the workers and the fields of `inputs.Call`. If a device's workers run in
-    turn, a call runs one worker of each device: the one at `position`, an argument that the program
-    otherwise lacks. Its results are the workers, and losses and skipped updates [T, R]. `stream_R3`
-    has the three integers of each worker from which the keys of a loss are made.
+    If a device's workers run in turn, a call runs one worker of each device. R then counts these
+    workers in rows, rates, streams and results.
+
+    The arguments of the program:
+
+    - `workers`: all workers, in the middle of their round.
+    - `rows_TRB`: leaves [T, R, B, L + 1].
+    - `rate_TR`: the learning rates.
+    - `update_T`: True where an update ends; None if gradients are not accumulated.
+    - `stream_R3`: each worker's trainer id, its data stream, and the position of its first row
+      there, from which random keys are made; None if the loss takes no key.
+    - `position`: which of a device's workers runs, from 0; only if they run in turn.
+
+    Its results are the workers, and losses and skipped updates [T, R].
     """
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     num_turns = num_sequential(spec, key.layout)
@@ -327,7 +341,7 @@ def _steps(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
         stream_R3: Array | None,
         *position: Array,
     ) -> tuple[Workers, Array, Array]:
-        """Run inner steps, after making the keys of a loss that takes one."""
+        """Run inner steps, after making the random keys of a loss that takes one."""
         rows_and_keys = add_keys(spec, rows_TRB, stream_R3)
         return advance(workers, rows_and_keys, rate_TR, update_T, *position)
 
@@ -365,16 +379,30 @@ def _outer(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 def _fragment(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program of inner steps that end with the synchronisation of one fragment.
 
-    Its arguments are the ensemble without inner states and workers' parameters, the workers, the
-    fields of `inputs.Call`, and the number of the fragment, from 0. Its results are those of
-    `contrib.streaming.fragment_steps`.
+    The arguments of the program:
+
+    - `ensemble`: the trainers, without inner states and workers' parameters.
+    - `workers`: the workers, which have these two.
+    - `rows_TRB`: leaves [T, R, B, L + 1].
+    - `rate_TR`: the learning rates.
+    - `update_T`: True where an update ends; None if gradients are not accumulated.
+    - `stream_R3`: each worker's trainer id, its data stream, and the position of its first row
+      there, from which random keys are made; None if the loss takes no key.
+    - `fragment`: number of the fragment, from 0.
+
+    Its results are the ensemble and the workers; a list of losses and skipped updates, both [T, R];
+    and the norms of the pseudo-gradients over the fragment [M].
     """
     ensemble = ensemble_spec(spec, key.layout).replace(inner_state_R=None, params_R=None)
     workers = workers_spec(spec, key.layout, accumulates=key.accumulates)
     advance = _inner_steps(spec, at)
 
     def steps(workers: Workers, *inputs: Any) -> tuple:
-        """Run inner steps; `inputs` are those of `advance` after the workers."""
+        """Run inner steps; return the workers, and losses and skipped updates, both [T, R].
+
+        `inputs` are rows with random keys, learning rates, and the flags of updates or None. T may
+        be a part of the call: `fragment_steps` calls this twice if the fragment arrives late.
+        """
         workers, *measured_TR = advance(workers, *inputs)
         # Without this constraint, the operations after the inner steps would determine how arrays
         # are sharded in the loop over inner steps.
@@ -496,7 +524,8 @@ def _stats(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
 def _loss(spec: ProgramSpec, key: ProgramKey, at: Placement) -> Program:
     """Make the program that computes one model's loss of each row.
 
-    Its arguments are the model's parameters and rows [B, L + 1]; its result is float32 [B].
+    The loss is `spec.eval_loss_fn`, or that of training if it is None. Its arguments are the
+    model's parameters and rows [B, L + 1]; its result is float32 [B].
     """
     params = params_spec(spec, key.layout)
     loss_fn = spec.eval_loss_fn or spec.loss_fn
@@ -535,10 +564,10 @@ _PROGRAMS: Mapping[Kind, Callable[[ProgramSpec, ProgramKey, Placement], Program]
 def add_keys(
     spec: ProgramSpec, rows_TRB: PyTree, stream_R3: Array | None
 ) -> tuple[PyTree, Array | None]:
-    """Pair rows with random keys [T, R, B], one for each sequence; with None if no key is taken.
+    """Pair rows with random keys [T, R, B], one for each row; with None if the loss takes no key.
 
     `stream_R3`, int32 [R, 3], has each worker's trainer id, its data stream, and the position in
-    the stream of the first of these rows. So the key of a sequence does not depend on how a round
+    the stream of the first of these rows. So the random key of a row does not depend on how a round
     is divided into calls. It is None if the loss takes no key.
     """
     if spec.key_seed is None or stream_R3 is None:
@@ -555,9 +584,16 @@ def add_keys(
 def _advance(spec: ProgramSpec, at: Placement, *, sequential: bool) -> Callable:
     """Bind the run's loss and inner optimizer to `core.inner_steps`, and return the function.
 
-    The function takes workers, the pair of rows and keys that `add_keys` returns, learning rates
-    [T, R], and the flags of updates [T] or None. It returns the workers, and losses and skipped
-    updates [T, R]. With `sequential`, workers run one after another.
+    With `sequential`, the function runs workers one after another, with the activations of one at a
+    time in memory; otherwise all at once. It takes
+
+    - `workers`: the workers, in the middle of their round;
+    - `rows_and_keys`: rows, leaves [T, R, B, L + 1], and their random keys [T, R, B]; None in place
+      of the keys if the loss takes none;
+    - `rate_TR`: the learning rates;
+    - `update_T`: True where an update ends; None if gradients are not accumulated.
+
+    It returns the workers, and losses and skipped updates, both [T, R].
     """
     # Whether several devices share the batch of a worker.
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
@@ -592,8 +628,10 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
     Args:
       advance: A function `(workers, rows_and_keys, rate_TR, update_T, *position)` that returns the
-        workers and two arrays [T, R] of measurements. `rows_and_keys` is the pair that `add_keys`
-        returns; `position`, if it is given, is one int32 [] that is equal on all devices.
+        workers, and losses and skipped updates, both [T, R]. `rows_and_keys` are rows, leaves
+        [T, R, B, L + 1], and their random keys [T, R, B] or None; `update_T` is True where an
+        update ends, or None. `position`, if it is given, is one int32 [], which is equal on all
+        devices: which of a device's workers runs.
       at: The mesh. Its axes `trainer` and `worker` divide the workers (axis R); the other axes are
         left to XLA's partitioner.
 
@@ -604,8 +642,8 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
         return advance  # all workers are on every device already
     pool = P(POOL)  # the first axis of an array is R
     pool_T = P(None, POOL)  # the first axes are T and R
-    # The fields in their order; the fourth, `num_grads`, is the same for all workers. `Any`, as the
-    # fields are declared as arrays.
+    # What divides each field of `Workers`, in their order. The fourth, `num_grads`, is the same for
+    # all workers, so each device gets a copy (`P()`). `Any`, as the fields are declared as arrays.
     specs: list[Any] = [pool, pool, pool, P(), pool]
     by_worker = Workers(*specs)
 
@@ -617,6 +655,8 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
         *position: Array,
     ) -> tuple[Workers, Array, Array]:
         """Run `advance` on the workers of each device; the arguments are those of `advance`."""
+        # In the order of the arguments: workers, rows and keys, rates, and flags of updates. Each
+        # holds for all arrays of an argument; for None there is nothing to divide.
         in_specs = [by_worker, pool_T, pool_T, P()]
         if position:
             in_specs.append(P())
@@ -638,7 +678,9 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
     """Make the function that runs inner steps of all workers of a program, at once or in turn.
 
-    Its parameters and results are those of the function that `_advance` returns.
+    It takes the workers; a pair of rows, leaves [T, R, B, L + 1], and random keys [T, R, B] or
+    None; learning rates [T, R]; and flags [T], True where an update ends, or None. It returns the
+    workers, and losses and skipped updates, both [T, R].
     """
     # Groups of devices, over which the workers are divided; the devices of one share its workers.
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
@@ -667,10 +709,13 @@ def _inner_steps(spec: ProgramSpec, at: Placement) -> Callable:
 def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
     """Make the function that runs inner steps of one worker on each device.
 
-    Its last parameter `position`, int32 [], says which of the device's workers runs; it is equal on
-    all devices. The others and the results are those of the function that `_advance` returns, with
-    rows, rates and measurements of the running workers only. Parameters and inner states of the
-    other workers do not change.
+    It takes all workers; a pair of rows, leaves [T, R, B, L + 1], and random keys [T, R, B] or
+    None; learning rates [T, R]; flags [T], True where an update ends, or None; and `position`,
+    int32 [], which of the device's workers runs: equal on all devices. It returns all workers, and
+    losses and skipped updates, both [T, R].
+
+    Here R counts the running workers, one of each device. Parameters and inner states of the other
+    workers do not change.
     """
     advance = _advance(spec, at, sequential=True)
 
@@ -709,8 +754,10 @@ def _one_worker(spec: ProgramSpec, at: Placement) -> Callable:
 def _batch_spec(spec: ProgramSpec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Make the shapes and shardings of the arguments of inner steps, apart from the workers.
 
-    They are rows, learning rates, flags of updates and streams, as in `inputs.Call`. A call runs
-    one of `turns` equal parts of the workers.
+    They are, in this order: rows, leaves [T, R, B, L + 1]; learning rates [T, R]; flags [T], True
+    where an update ends, or None if gradients are not accumulated; and streams [R, 3], from which
+    random keys are made, or None if the loss takes no key. A call runs one of `turns` equal parts
+    of the workers, and R is the number of these.
     """
     num_T = spec.num_micro_batches
     num_R = sum(key.sizes) // turns
@@ -743,7 +790,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _shardings(shapes: PyTree) -> PyTree:
-    """Return the sharding of each leaf."""
+    """Return the sharding of each leaf, a `jax.ShapeDtypeStruct` that has one."""
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
@@ -762,19 +809,33 @@ def merged(
     members: tuple[int, ...],
     workers: tuple[tuple[int, ...], ...],
 ) -> Ensemble:
-    """Merge trainers (`core.merge`), then move workers (`move_workers`), in a compiled program."""
+    """Merge trainers (`core.merge`), then move workers (`move_workers`), in a compiled program.
+
+    Args:
+      ensemble: All trainers and workers before the merge.
+      weights_n: The weight of each member in the mean.
+      members: The members' positions in arrays [M, ...], the representative first.
+      workers: For each trainer after the merge, the positions of its workers in arrays [R, ...]
+        once the members are merged.
+    """
     return move_workers(merge(ensemble, members, weights=weights_n), workers)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Add workers to a trainer until it has `num_workers` (`core.spawn`), in a compiled program."""
+    """Add workers to a trainer until it has `num_workers` (`core.spawn`), in a compiled program.
+
+    `trainer` is its position in arrays [M, ...].
+    """
     return spawn(ensemble, trainer, num_workers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program."""
+    """Take trainers and their workers out of an ensemble (`core.take`), in a compiled program.
+
+    `trainers` are their positions in arrays [M, ...].
+    """
     return take(ensemble, trainers)
 
 

@@ -7,6 +7,11 @@ sum; an all-gather gives each device all parts; an all-reduce is both. A `Packed
 is quantised to be sent: it has a code for each number (`codes`), and one of its `scales` for each
 block of numbers.
 
+`spec`, a `ProgramSpec`, holds what all programs of the run share: its devices, the shapes of one
+model's parameters, and the optimizers. A layout (`Layout`) says whose workers arrays belong to: the
+number of each trainer's workers, the rows of a micro-batch, and the devices; its `devices` are None
+if all are meant.
+
 Axes of arrays: M trainers, R workers, X either of them, T micro-batches, B rows, L tokens.
 """
 
@@ -187,10 +192,15 @@ class Placement:
         """
 
         def leaf_sharding(leaf: Any) -> Any:
-            """Return the sharding of an array, or of both arrays of a `Packed`."""
+            """Return the sharding of an array, or of both arrays of a `Packed`.
+
+            `_spread` lets `lead` divide the first axis, and the axes `over` the longest of the
+            other axes that they divide evenly.
+            """
             if _is_packed(leaf):
                 # Codes and scales begin with the axes [X, rows], and a row has whole blocks. Only
-                # these axes are divided, because a block must stay on one device.
+                # these axes are divided, because a block must stay on one device. So one sharding,
+                # found from the shape [X, rows], serves both.
                 by_rows = self._spread(leaf.scales.shape[:2], (lead,), over)
                 return jax.tree.map(lambda _: by_rows, leaf)
             return self._spread(leaf.shape, (lead,), over)
@@ -265,7 +275,10 @@ def arrange(
 
 
 def placement(spec: ProgramSpec, layout: Layout) -> Placement:
-    """Make the mesh of a layout's devices, with the shardings of arrays on this mesh."""
+    """Make the mesh of a layout's devices, with the shardings of arrays on this mesh.
+
+    `spec` names the run's devices, and how many of them share one worker's parameters.
+    """
     devices = spec.machine.devices
     if layout.devices is not None:
         first, count = layout.devices
@@ -274,7 +287,10 @@ def placement(spec: ProgramSpec, layout: Layout) -> Placement:
 
 
 def first_ensemble(spec: ProgramSpec, sizes: tuple[int, ...], params: PyTree) -> Ensemble:
-    """Make the parameters and optimizer states of trainers that all start from `params`."""
+    """Make the parameters and optimizer states of trainers that all start from `params`.
+
+    `sizes` has the number of each trainer's workers. `spec` has the optimizers.
+    """
     return init(
         params,
         num_trainers=len(sizes),
@@ -288,7 +304,10 @@ def first_ensemble(spec: ProgramSpec, sizes: tuple[int, ...], params: PyTree) ->
 
 
 def ensemble_spec(spec: ProgramSpec, layout: Layout) -> Ensemble:
-    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated."""
+    """Make the shapes, dtypes and shardings of an ensemble; nothing is allocated.
+
+    `layout` has the number of each trainer's workers, and the devices.
+    """
     shapes = jax.eval_shape(functools.partial(first_ensemble, spec, layout.sizes), spec.params)
     return _with_shardings(shapes, placement(spec, layout).ensemble(shapes))
 
@@ -299,7 +318,7 @@ def params_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
 
 
 def base_spec(spec: ProgramSpec, layout: Layout) -> PyTree:
-    """Make the shapes, dtypes and shardings of the frozen weights, if there are any."""
+    """Make the shapes, dtypes and shardings of the frozen weights; None if there are none."""
     return _with_shardings(spec.base, placement(spec, layout).params(spec.base))
 
 
@@ -329,6 +348,9 @@ def begin_workers(
     spec: ProgramSpec, layout: Layout, ensemble: Ensemble, *, accumulates: bool = False
 ) -> Workers:
     """Make the arrays with which the workers of an ensemble begin a round.
+
+    `spec` says whether inner states are reset, and whether a device's workers run in turn; `layout`
+    has the number of each trainer's workers, and the devices.
 
     They are the parameters, the inner states and, with `accumulates`, sums of gradients: one for
     each worker that runs at the same time. Workers of a device that run one after another use the

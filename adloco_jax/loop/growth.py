@@ -6,8 +6,10 @@ signal is not positive. Free workers are those of the pool that no trainer has y
 quarantined, which means removed, if its workers only skip updates.
 
 The size of a trainer is its number of workers, its round length (a multiple of the shortest round)
-and its batch per worker. `Size.total` is the product of the three. `Control` is what the host knows
-of a run: trainers, their workers and sizes.
+and its batch per worker. `Size.total` is the product of the three. A trainer's demand is the batch
+times the round length, without the workers. `Control` is what the host knows of a run: trainers,
+their workers and sizes. `grow_to` stores a size that a trainer requests. Its round length and batch
+hold from the next round on; workers join later, if some are free.
 """
 
 import copy
@@ -76,11 +78,11 @@ def with_batch_sizes(
                 decision = Decision(size, "kept" if size == now else "schedule")
             elif m not in stats:
                 decision = Decision(now, "skipped")
-            else:  # `pool` combines the statistics of the trainer's workers
+            else:  # `pool` joins the statistics of the trainer's workers, fields [W], to fields []
                 decision = _tested(
                     trainer, pool(stats[m]), request, now, free, settings.batching, settings.inner
                 )
-            trainer.grow_to(decision.size)
+            trainer.grow_to(decision.size)  # workers are only requested; they join later
             free -= decision.size.num_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
             decisions.append(decision)
@@ -97,7 +99,15 @@ def with_growth(
     """Return a copy of `control` in which each trainer requests `growth` times its `Size.total`.
 
     So it predicts what a batch-size test may request. Growth ends at the limits of the settings and
-    at the workers that are free; earlier trainers are served first.
+    at the workers that are free; earlier trainers are served first. Round length and batch are set
+    in the copy. More workers are only requested: none joins here.
+
+    Args:
+      control: The host's data before the test.
+      growth: By what the test multiplies a trainer's size: 1 or more.
+      ensemble: Says how many workers the pool has.
+      batching: The order of growth, and the limits of the batch.
+      inner: The limits of the round length.
     """
     control = copy.deepcopy(control)
     free = _workers_for_tests(control, ensemble)
@@ -105,10 +115,10 @@ def with_growth(
         now = control.size(m)
         size = grown(
             now,
-            growth * trainer.demand,  # what the trainer has now, times the growth
+            growth * trainer.demand,  # the request for each of the present workers
             batching,
             inner,
-            limit=math.floor(growth * now.total),
+            limit=math.floor(growth * now.total),  # the same for all workers, as a whole number
             free_workers=free,
         )
         free -= size.num_workers - now.num_workers
@@ -145,9 +155,9 @@ def grown(
 ) -> Size:
     """Grow a trainer's workers, round length and batch until they provide a requested batch.
 
-    They do if `Size.total` is `request` times the present number of workers. They grow in the order
-    of `batching.growth`, each up to its cap before the next; nothing shrinks, and workers at most
-    double.
+    They do once `Size.total` is `request` times the present number of workers. They grow in the
+    order of `batching.growth`, each up to its cap before the next; nothing shrinks, and workers at
+    most double.
 
     Args:
       now: The present size.
@@ -156,6 +166,9 @@ def grown(
       inner: The limits of the round length.
       limit: The largest `Size.total` that is allowed.
       free_workers: Number of workers that may join.
+
+    Returns:
+      The size to request; `now` if nothing grows.
     """
     if not math.isfinite(request):
         return now

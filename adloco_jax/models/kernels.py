@@ -407,10 +407,12 @@ def stacked(
 ) -> Callable[..., nn.Module]:
     """Make a module class that applies `num_layers` layers of the class `block` in a scan.
 
-    Parameters have a leading axis N. A layer takes activations and further arguments, and returns
-    new activations, and None or arrays that the scan stacks. `in_axes` is for the further
-    arguments, as in `nn.scan`: `nn.broadcast` for one that all layers share, 0 for one with a
-    leading axis N, of which each layer gets its own element.
+    Parameters have a leading axis N, and so do two collections of variables that a layer may read:
+    `BASE`, frozen weights, and `PAST`, keys and values of earlier positions of texts that are
+    generated. A layer takes activations and further arguments, and returns new activations, and
+    None or arrays that the scan stacks. `in_axes` is for the further arguments, as in `nn.scan`:
+    `nn.broadcast` for one that all layers share, 0 for one with a leading axis N, of which each
+    layer gets its own element.
     """
     return nn.scan(
         block,

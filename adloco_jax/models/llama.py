@@ -533,10 +533,24 @@ class Llama(nn.Module):
     def _run(
         self, tokens_BL: Array, tap_B: Tap, arguments_of_kinds: list[_LayerArguments]
     ) -> tuple[Array, Tap | TiedTap, PyTree]:
-        """Return the normalised output of the last layer [B, L, D], and the tap of the head.
+        """Run the embedding and all layers.
 
-        `arguments_of_kinds` is from `_layer_arguments`. The third result is None, or with the
-        collection `PAST` the new keys and values of all layers, a dict of arrays [N, B, G, L, K].
+        Args:
+          tokens_BL: Ids of tokens.
+          tap_B: The tap of the embedding, and of the normalisation after the last layer; None:
+            nothing is measured.
+          arguments_of_kinds: For each distinct kind of layers, what its layers take besides the
+            activations (`_layer_arguments`).
+
+        Returns:
+          Three results:
+
+          - the normalised output of the last layer [B, L, D];
+          - the tap of the head: `tap_B`, unless the head's matrix is the embedding table (`tied`).
+            Then it is a `TiedTap`, which also has the tokens, as both gradients of the table belong
+            together; or None if nothing is measured, or the table is frozen;
+          - None, or with the collection `PAST` the new keys and values of all layers, a dict of
+            arrays [N, B, G, L, K].
         """
         head_tap = tap_B
         if self.tied:
@@ -547,9 +561,12 @@ class Llama(nn.Module):
             x_BLD = x_BLD * self.width**0.5
 
         kinds = self._distinct_kinds
-        kind_of_layers = []
+        kind_of_layers = []  # of each layer, the position of its kind in `kinds`; empty for one
         if len(kinds) > 1:
             kind_of_layers = [kinds.index(kind) for kind in self.kinds]
+        # `self.layers` holds the parameters of all layers, stacked; `self.layer` is one layer
+        # without parameters. `run_layers` scans over the first, or applies the second to the
+        # parameters of each layer, as `form` says.
         x_BLD, new_keys_values = run_layers(
             self.layers,
             self.layer,

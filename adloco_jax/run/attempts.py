@@ -347,8 +347,9 @@ def after_failure(
 ) -> Failures:
     """Return the failures `before` with this one; raise if the run should not be tried again.
 
-    `error` ended the attempt. If memory ran out, the next attempt has half the micro-batch. The run
-    is not tried again if:
+    `error` ended the attempt. If memory ran out, the next attempt has half the largest micro-batch
+    (`max_batch_size`). Batches may then differ: one that is larger than a micro-batch is cut to it,
+    or is accumulated from whole micro-batches. The run is not tried again if:
 
     - the micro-batch was one sequence when memory ran out: ResourceError
     - there are several processes, which are all ended and must be started again: ResourceError
@@ -356,7 +357,7 @@ def after_failure(
     """
     control = attempt.recorder.engine.control_before  # as it was before the failed round
     index = control.round + 1  # of the failed round
-    size = control.max_batch_size
+    size = control.max_batch_size  # the largest micro-batch of a worker, in sequences
     cause = reason(error)
     is_memory = "RESOURCE_EXHAUSTED" in str(error)  # XLA's word for it
     are_several = jax.process_count() > 1
@@ -387,7 +388,7 @@ def after_failure(
 
     note = f"round {index} failed ({cause}); restoring the newest checkpoint"
     fault = {"kind": "round_failed", "round": index, "cause": cause}
-    max_batch_size = before.max_batch_size
+    max_batch_size = before.max_batch_size  # None: memory has not run out before
     if is_memory:
         max_batch_size = size // 2
         note += f" with max_batch_size {max_batch_size} (was {size})"

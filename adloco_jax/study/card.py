@@ -109,18 +109,20 @@ def write(
 def method(config: Mapping[str, Any], own: list[str]) -> str:
     """Name the method that a run's config describes, its workers, optimizers and rounds.
 
-    The first description that fits counts. `own` has what the caller of `fit` gave: "model" and
-    "rows", and perhaps "inner_tx" and "outer_tx", optimizers that the config does not name.
+    The first description that fits counts. Its number of workers is that of all trainers together.
+    Trainers are counted for AdLoCo alone; the other descriptions do not name them. `own` has what
+    the caller of `fit` gave: "model" and "rows", and perhaps "inner_tx" and "outer_tx", optimizers
+    that the config does not name.
     """
     pool = config["ensemble"]
     inner = config["inner"]
     outer = config["outer"]
     trainers = pool["num_trainers"]
-    workers = pool["num_workers"]
+    workers = pool["num_workers"]  # of all trainers together
     merges = trainers > 1 and config["merge"]["policy"] != "none"
     # All other batch-size tests measure gradients; these two are declared sizes.
     measures_noise = config["batching"]["test"] not in ("constant", "ramp")
-    if pool["initial_workers"]:
+    if pool["initial_workers"]:  # None: all workers are there from the start
         name = f"a growing pool of up to {workers} workers"
     elif workers == 1:
         name = "one worker"
@@ -147,11 +149,14 @@ def method(config: Mapping[str, Any], own: list[str]) -> str:
 def task_of(folder: Path) -> str | None:
     """Return the hub's name for the task of the model in a folder, such as "text-generation".
 
-    `folder` is an export, or missing. Returns None if `transformers` cannot load what is there.
-    Raises DataError if its `config.json` is damaged.
+    `folder` is an export, or missing. An export of an adapter, small matrices that were trained
+    beside the frozen weights of a model, has `adapter_config.json`. Returns None if `transformers`
+    cannot load what is there, as it has no `config.json` or a class that is not in `_TASKS`. Raises
+    DataError if its `config.json` is damaged.
     """
     if (folder / _ADAPTER).exists():
-        return "text-generation"  # only decoders have adapters
+        # Of this library's architectures only Llama, which writes text, can have an adapter.
+        return "text-generation"
     path = folder / "config.json"
     if not path.exists():
         return None

@@ -121,10 +121,11 @@ def axis(
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
     """Return at most `most` ticks of a linear axis, with `whole` only whole numbers.
 
-    They are the multiples of the smallest step that is not too small. A step is 1, 2, 2.5 or 5
-    times a power of ten.
+    They are the multiples, between `low` and the larger `high`, of the smallest step that gives few
+    enough. A step is 1, 2, 2.5 or 5 times a power of ten.
     """
-    # The power of ten below the step that `most` ticks would have.
+    # The power of ten below the step that `most` ticks would have. Ten times it is always enough,
+    # unless the logarithm was rounded down: then 20 or 50 times.
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     if whole:

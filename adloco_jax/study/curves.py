@@ -3,6 +3,9 @@
 A ledger is the log of a run; its lines, called events here, are dicts with their kind under
 `event`. A trainer is a model in training. The consensus is the model that stands for all trainers:
 the only one, the best, or their mean; its `eval` line says which, as `source`.
+
+A field of a line is null, read as None, if its number was not finite or not measured. Lines of
+other kinds lack it, as may lines of an older version; what is read by `get` may be missing.
 """
 
 import json
@@ -150,7 +153,7 @@ def heldout_points(events: Sequence[dict], *, trainer: int | str = "consensus") 
         if e["trainer"] != trainer:
             continue
         number = e["round"]
-        extra = gathered.get(number, {})
+        extra = gathered.get(number, {})  # empty: nothing was gathered
         point = {
             "round": number,
             "value": _nan_if_null(e["loss"]),
@@ -193,7 +196,7 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     rounds = [e["round"] for e in spending]
     totals = {}  # of each cost, a list: what was spent until the end of the round with this number
     for cost in COSTS:
-        spent = [e.get(cost, 0) for e in spending]
+        spent = [e.get(cost, 0) for e in spending]  # only `round` lines have tokens
         # What was spent in each round (`bincount` sums by it), and with all rounds before it.
         totals[cost] = np.cumsum(np.bincount(rounds, spent)).astype(int).tolist()
     chosen = by_round([e for e in events if trainer is None or e.get("trainer") == trainer])

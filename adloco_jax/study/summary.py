@@ -36,6 +36,8 @@ SOURCES = {"only": "the trainer", "best": "the best trainer", "average": "the tr
 def closing_table(workdir: str | os.PathLike[str]) -> str:
     """Make the table at the end (or present state) of a run: a line per trainer, then the totals.
 
+    `workdir` is the folder of the run.
+
     Raises:
       DataError: If the folder has no ledger, or a damaged one.
     """
@@ -73,7 +75,8 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *printed[1:], "", *facts])
 
 
-# What can go wrong with a learner or with its round: `what` of a `learner` line. Late: it had not
+# What can go wrong with a learner or with its round: `what` of a `learner` line. Lost: its process
+# has ended, or is waited for no more. Late: it had not
 # answered when the round ended. Clipped: its update was scaled down. Rejected: its update was not
 # finite. Refused: it sent something else than was asked for.
 _LEARNER_FAULTS = ("lost", "late", "clipped", "rejected", "refused")
@@ -83,8 +86,25 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     """Compute the totals of a run by name from the lines of its ledger.
 
     The loss and the other scores are those of the last evaluation of `trainer` (an id), or of the
-    consensus model. A total is None if the ledger lacks it, or if it was not finite. The names are
-    the keys of the dict that is returned below, in the order of `summary.json`.
+    consensus model. The names are the keys of the dict that is returned below, in the order of
+    `summary.json`. A refused merge (`num_refusals`) is one that was not made, as it would have
+    raised the loss. Names such as `learners_lost` count what went wrong with learners, by the words
+    of `_LEARNER_FAULTS`.
+
+    A total is None if the ledger lacks it, or if it was not finite:
+
+    - `participation` and `goodput` without learners, and `goodput` if its rate is not known
+    - peaks of memory before the first `memory` line; that of devices also if none reports it, and
+      `program_bytes` if no program says what it needs
+    - `tokens_per_s` before the run's end, or if the last process ran no round
+    - `wall_s` before the first evaluation and the end
+    - all scores without an evaluation, of which `loss_round` is the round; `loss` also if it was
+      not finite
+    - `loss_average` unless models are averaged over rounds
+    - `chance_loss` if the number of possible answers is not known
+    - `perplexity` unless the loss is in nats/token, `accuracy` and `classes` unless the model is a
+      classifier
+    - scores per byte if the text's number of bytes is not known
     """
     # The lines that are needed, by event.
     rounds = lines(events, "round")
@@ -93,11 +113,12 @@ def totals(events: Sequence[dict], trainer: int | None = None) -> dict:
     start = last(events, "start")
     end = last(events, "end")
     who = "consensus" if trainer is None else trainer
-    final = last([e for e in events if e.get("trainer") == who], "eval")
+    final = last([e for e in events if e.get("trainer") == who], "eval")  # empty: not evaluated
     # What it cost to gather the trainers for this evaluation.
     gathered = gathering(events).get(final.get("round", 0), {})
 
-    # The loss, beside that of a guess, and per byte, by which tokenizers compare.
+    # The loss, beside that of a guess, and per byte, by which tokenizers compare. A field that the
+    # line lacks, as the model does not have it, is None.
     loss = final.get("loss")
     source = final.get("source")
     if trainer is not None:
@@ -205,7 +226,8 @@ def goodput(events: Sequence[dict]) -> float | None:
     calm_up_s = 0.0
     started: set[int] = set()  # trainers that have made a round since the start
     is_learner_line = False  # whether the group of lines is on learners: one has joined, left, ...
-    # Groups of successive lines: of trainers that ended a round together, or on learners.
+    # Groups of successive lines: of trainers that ended a round together, or on learners. A line
+    # lacks `up_s` and `workers_counted` if the run had no learners.
     together = itertools.groupby(lines(events, "start", "round", "learner"), _group_key)
     for _, written in together:
         group = [*written]
@@ -235,8 +257,8 @@ def goodput(events: Sequence[dict]) -> float | None:
 def _group_key(event: dict) -> tuple:
     """Return a key that successive lines share if they were written together.
 
-    Trainers that end a round together state the same seconds. Other lines have none, so that all
-    neighbours of one kind share a key.
+    Trainers that end a round together state the same seconds (`step_s`). Lines of other kinds have
+    none, so that all neighbours of one kind share a key.
     """
     return event["event"], event.get("step_s")
 
@@ -301,7 +323,7 @@ def totals_as_text(t: dict) -> list[tuple[str, str]]:
 def _scores_as_text(t: dict) -> list[tuple[str, str]]:
     """Return the held-out loss and other scores as pairs of a name and a text.
 
-    `t` is what `totals` returned.
+    `t` is what `totals` returned, in which a score is None if it was not measured or not finite.
     """
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]

@@ -225,7 +225,9 @@ def _growth_in_words(
 ) -> str:
     """Say how the batch changes from round to round, as the end of a sentence about it.
 
-    For instance "in all rounds", or "raised by gradient noise (norm test, eta 0.8) up to 64".
+    A test (`batching.test`) decides about it after each round: "constant" keeps it, a schedule
+    declares it, and the others request a batch from measured gradients. For instance "in all
+    rounds", or "raised by gradient noise (norm test, eta 0.8) up to 64".
     """
     if batching.test == "constant":
         return "in all rounds"
@@ -234,7 +236,7 @@ def _growth_in_words(
     test = f"{batching.test} test"
     # The names of the arguments of a test's function, among them the options that it uses.
     used = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    for name in ("eta", "vartheta", "nu"):  # the options of tests
+    for name in ("eta", "vartheta", "nu"):  # the numeric options of tests that measure gradients
         if name in used:
             test += f", {name} {getattr(batching, name)}"
     if "batch" in batching.growth and batching.batch_cap > batching.initial_batch_size:

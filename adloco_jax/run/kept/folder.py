@@ -70,12 +70,16 @@ def exclusive(workdir: Path) -> Iterator[None]:
     lock = FileLock(path, timeout=0)  # does not wait for another process
 
     def acquire_if_first() -> None:
-        """In process 0: make and lock the folder, and write the token that the others look for."""
+        """In process 0: make and lock the folder, and write the token that the others look for.
+
+        Raises InUse, a ConfigError, at once if another process holds the lock; ConfigError if the
+        folder cannot be written; ResourceError if the disk is full.
+        """
         if not processes.is_first():
             return
-        with _lock_errors(workdir):
+        with _lock_errors(workdir):  # turns errors of the lock and of files into these
             workdir.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+            lock.acquire()  # raises Timeout at once if it is held
             path.write_text(token)
 
     def require_shared() -> None:
@@ -218,8 +222,9 @@ def _resumable_record(workdir: Path) -> Recorded:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     known = tables()
     faults = []
-    for key, entry in ENTRIES.items():  # each option that names an entry, and of which table
-        name = attrgetter(key)(before.config)
+    # `key` is an option that names an entry, such as `model.arch`; `entry.table` names its table.
+    for key, entry in ENTRIES.items():
+        name = attrgetter(key)(before.config)  # the name of the entry that the run used
         if name not in known[entry.table]:
             faults.append(
                 f"{path}: {key} = {name!r}: no entry of this library; run the config file that adds"
