@@ -419,7 +419,7 @@ def running_average(
     """
     share_M = jnp.asarray(share_M, jnp.float32)
 
-    def mix(old_M: Array, new_M: Array) -> Array:
+    def mix(old_M: Array | np.ndarray, new_M: Array | np.ndarray) -> Array:
         """Mix one leaf [M, ...] of the old averages with that of the parameters."""
         dtype = at_least_float32(new_M.dtype)
         share = share_M.reshape((-1,) + (1,) * (new_M.ndim - 1)).astype(dtype)
