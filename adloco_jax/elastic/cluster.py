@@ -275,7 +275,8 @@ class RayTransport:
     def submit(self, handle: Any, method: str, **arguments: Any) -> tuple[Any, int]:
         """Call a method of a learner without waiting.
 
-        Returns a reference for `poll`, and the bytes of the arguments' arrays.
+        `handle` is the learner's actor, and `method` the method's name. Returns a reference for
+        `poll`, and the bytes of the arguments' arrays.
         """
         function = getattr(handle, method)
         if method in ("ping", "states"):  # answered while a round runs
@@ -304,6 +305,6 @@ class RayTransport:
         return {call: _reply(call) for call in ended}
 
     def kill(self, handle: Any) -> None:
-        """End a learner's process."""
+        """End a learner's process; `handle` is its actor, as `start` returned it."""
         with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended already
             self._ray.kill(handle, no_restart=True)

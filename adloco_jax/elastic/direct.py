@@ -111,7 +111,7 @@ def read_ticket(text: str) -> Ticket:
         content = base64.b32decode(letters + padding)
         body = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(body) or body[0] != _FORMAT:
-            raise ValueError  # becomes the ConfigError below
+            raise ValueError  # the ConfigError below is raised in its place
         fields = io.BytesIO(body[1:])  # in the order in which `Ticket.__str__` writes them
         key = fields.read(_KEY_BYTES)
         secret = fields.read(SECRET_BYTES)

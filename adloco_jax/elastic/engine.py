@@ -373,7 +373,9 @@ class ElasticEngine:
             return
 
         now_s = time.monotonic()
-        left_s = 0.0  # until the last response comes; infinity: not known
+        # Seconds until the last response comes, as the learners' speeds predict; infinity: some
+        # learner has not been measured yet.
+        left_s = 0.0
         unknown: list[str] = []  # texts about the learners whose work ends at an unknown time
         for call in self.pool.pending("run_round"):
             assert call.request is not None
@@ -590,7 +592,7 @@ class ElasticEngine:
                 self.rounds[m] = record
 
     def _free_hosts(self) -> dict[int, decisions.LearnerRecord]:
-        """Return, by worker id, the learners of workers that can run a round now.
+        """Return, by worker id, the learners that can run a round of these workers now.
 
         A learner cannot if it has not joined, is leaving, or runs a round.
         """

@@ -12,7 +12,9 @@ the number before. A stall is the time in which a round waits for compilation. A
 the order in which it reads rows; its number is the worker's id. Programs run an ensemble, which has
 trainers and their workers; here it has one of each. A key names a program. A worker's difference is
 its trainer's parameters minus its own. To pack is to quantise to a precision, such as int4, for
-sending.
+sending. An inner state is known by a key (`StateKey`): trainer id, worker id, and the position in
+the worker's stream where the round begins that it belongs to. A `ProgramSpec` has what all programs
+of the run share. Gradient statistics are measured for the batch-size test.
 """
 
 import dataclasses
@@ -237,7 +239,7 @@ class Learner:
         return [self._held_state(key) for key in wanted]
 
     def _held_state(self, key: StateKey) -> PyTree:
-        """Return the inner state with a key; raise Refused if it is not here."""
+        """Return the inner state with a key, without axis R; raise Refused if it is not here."""
         if key not in self.held:
             _, worker_id, position = key
             raise Refused(f"no inner state of worker {worker_id} at {position}")
@@ -362,8 +364,8 @@ class Learner:
     ) -> Response:
         """Run a worker's round in the group's micro-batches, and keep its inner state.
 
-        Gradient statistics are measured at `params_M`. Raises Refused if the worker's inner state
-        is not here, and JaxRuntimeError if memory does not suffice.
+        Gradient statistics are measured at `params_M`, if the request wants some. Raises Refused if
+        the worker's inner state is not here, and JaxRuntimeError if memory does not suffice.
 
         Args:
           group: This worker alone, with a plan whose micro-batches may be parts of the driver's.
@@ -476,7 +478,7 @@ def _alone(params_M: PyTree) -> Ensemble:
 def _packed_difference(
     params_M: PyTree, workers: Workers, precision: Precision, is_single: bool
 ) -> Differences:
-    """Compute one worker's difference, and pack it as it is sent.
+    """Compute one worker's difference, and pack it as it is sent: leaves [1, ...].
 
     Args:
       params_M: The trainer's parameters, with which the round began.

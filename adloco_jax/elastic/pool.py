@@ -6,7 +6,9 @@ which asks for a sign of life. Times are seconds of `time.monotonic`. A transpor
 it starts processes ("launches"), or offers their numbers to machines that join by themselves. The
 quorum (`engine.quorum`) is the number of learners with which a run can go on. A learner has joined
 once its first answer has shown that it has the driver's data and versions. The control is the
-host's part of the run's state, with its trainers and their workers.
+host's part of the run's state, with its trainers and their workers. A handle is what the transport
+knows a learner's process by, a call what it knows an unanswered call of a method by, and a
+reference what it knows stored parameters by; here they are only handed on.
 """
 
 import contextlib
@@ -268,8 +270,8 @@ class LearnerPool:
         """Return the total seconds that learner processes have been up since the driver's start.
 
         A process is up from the request to start it; one that joins by itself, from when it has
-        joined. A process that has not joined is not counted yet, as it may be waiting for a node.
-        If it has run, it is counted when it ends.
+        joined (`started_s` is then set anew). A process that has not joined is not counted yet, as
+        it may be waiting for a node. If it has run, it is counted when it ends.
         """
         now_s = time.monotonic()
         present = [each for each in self.learners.values() if each.joined]
@@ -281,7 +283,10 @@ class LearnerPool:
         return sum(learner.joined for learner in self.learners.values())
 
     def _launch(self, learner: LearnerRecord) -> None:
-        """Start a learner's process, or offer its number to machines that join; ping it."""
+        """Start a learner's process, or offer its number to machines that join; ping it.
+
+        By its answer to this ping the process joins.
+        """
         learner.started_s = time.monotonic()
         self._handles[learner.number] = self.transport.start(learner.number, learner.incarnation)
         self._ping(learner.number)
@@ -509,7 +514,7 @@ class LearnerPool:
         self._connection.close()
 
     def _kill(self, number: int) -> None:
-        """End a learner's process, and forget the calls that it has not answered."""
+        """End the process of the learner with this number; forget the calls it has not answered."""
         self._calls = {
             call: pending for call, pending in self._calls.items() if pending.learner != number
         }

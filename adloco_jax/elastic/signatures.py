@@ -79,7 +79,7 @@ class Signatures:
         self.start = ""  # id of the driver's start, which is new each time it is started
 
     def signed(self, name: str, data: bytes) -> bytes:
-        """Return an object's content with its signature."""
+        """Return an object's content with its signature; `name` is the object's."""
         return data + self._signature(name, data)
 
     def verified_content(self, name: str, data: bytes) -> bytes:

@@ -9,7 +9,8 @@ is the tree that `spec.inner_tx.init` returns for one worker, in NumPy, without 
 Its key is its trainer's id, its worker's id, and the position in the worker's rows where the next
 round begins (`StateKey`). `R` is the axis of all workers of an ensemble. The driver's control says
 which trainers and workers there are; `control.reads()` lists the key of each worker's state, in the
-order of `R`. `LearnerRecord` is what the driver knows of one learner process.
+order of `R`. `LearnerRecord` is what the driver knows of one learner process. The transport reaches
+learners; a `Reference` is its name of parameters that it has stored for them.
 """
 
 from collections import defaultdict

@@ -4,7 +4,8 @@ An object has a name and bytes: JSON, or JSON with arrays (safetensors), with a 
 signature. Its JSON is a `Format`, a message whose fields are checked. Nothing that is read is
 executed or unpickled. `Refused` is raised for an object that is damaged, or is not what it should
 be. A keeper holds the objects: a bucket, or a driver that serves them. A request is one call of a
-keeper's method, to read or write an object.
+keeper's method, to read or write an object. The user's patience is how long a request may fail
+before it is given up. A look is a read of an object to see whether it has changed.
 """
 
 import concurrent.futures
@@ -63,7 +64,7 @@ class Link:
     """One direction of a link of limited rate, which several threads share."""
 
     def __init__(self, bytes_per_s: float = math.inf):
-        """Begin with an idle link of this rate; infinity: no limit."""
+        """Begin with an idle link of this rate in each second; infinity: no limit."""
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0  # when it has carried all bytes so far, on the clock `time.monotonic`
         self._using = threading.Lock()

@@ -4,6 +4,7 @@ Losses are means over rows, in nats per token of text, or nats per labelled row;
 means over the tokens that count. Guard rows are held-out rows that serve decisions alone: whether
 to merge, and which model stands for all trainers. The members of a merge become one trainer; the
 first, the representative, remains. An ensemble has the arrays of all trainers and workers.
+`programs` compiles the run's programs and calls them; a key (`ProgramKey`) names one of them.
 
 Axes of arrays: E rows, B rows of one call of a program, C classes, L tokens, M trainers.
 """
@@ -83,9 +84,13 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_E: PyTree, batch_size: int) -> np.ndarray:
-    """Compute one model's loss of each row, [E]; a call of the program takes `batch_size` rows."""
+    """Compute one model's loss of each row, [E]; a call of the program takes `batch_size` rows.
+
+    `params` are those of the model; `rows_E` are an array of token ids, or a `RowBatch`.
+    """
     key = loss_key(batch_size)
-    # Reshard the parameters once, not again in each call.
+    # Reshard the parameters once, not again in each call: to the shardings that the compiled
+    # program wants of its positional arguments.
     positional_shardings, _ = programs[key].input_shardings
     params = reshard(params, positional_shardings[0])  # the program's arguments are params and rows
     losses = []
@@ -108,7 +113,10 @@ def loss_key(batch_size: int) -> ProgramKey:
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
-    """Take the parameters of one trainer, without the axis M, out of an ensemble."""
+    """Take the parameters of one trainer, without the axis M, out of an ensemble.
+
+    `position` is the trainer's in arrays [M, ...].
+    """
     return _row(ensemble.params_M, position)
 
 
@@ -170,13 +178,14 @@ def consensus(
     """Choose the model that stands for all trainers; return its parameters and where it is from.
 
     "only": it is the only trainer. Otherwise it is the model with the lower guard loss: the "best"
-    trainer, or the "average" of all trainers with these weights, in their order.
+    trainer, or the "average" of all trainers. `weights` has the weight of each trainer in the
+    average, in the order of arrays [M, ...]. `heldout` has the guard rows.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
     trainers = range(ensemble.num_trainers)
     losses = [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
-    # A NaN, which `argmin` alone would take, is never the best.
+    # A NaN, which `argmin` alone would take, is never the best, unless all are: then the first is.
     best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(trainers), weights)
     if _guard_loss(average, programs, heldout) < losses[best]:  # false if either is NaN

@@ -5,6 +5,11 @@ A mode says whether workers run at once or in turn, and whether the backward pas
 
 The state of a run is its ensemble (trainers' and workers' parameters and optimizer states); the
 gradient sums are those of workers that accumulate gradients over several micro-batches.
+
+`spec`, a `ProgramSpec`, holds what all programs of the run share: its devices, loss, optimizers and
+shapes. A key (`ProgramKey`) names a program by its kind and by the sizes for which it is compiled;
+its layout says whose workers and which devices these are. `Control` is what the host knows of a
+run: trainers, their workers and sizes. A budget is how many bytes of a device a run may use.
 """
 
 import bisect
@@ -308,6 +313,7 @@ def first_keys(
 ) -> list[ProgramKey]:
     """List the keys of the programs of a round in which all trainers have the micro-batch `size`.
 
+    `control` has the trainers and their workers; `batching` says whether gradients are measured.
     With `accumulates`, the programs of a round that accumulates gradients come after those of a
     round that does not.
     """
@@ -327,7 +333,8 @@ def first_keys(
 def may_accumulate(batching: BatchingSettings, switch: SwitchSettings, size: int) -> bool:
     """Return whether a trainer may ever accumulate gradients over micro-batches of this size.
 
-    It does once it requests a batch above `size`, unless such batches are clipped.
+    `switch.mode` says what is done with a batch above `size`. A trainer accumulates once it
+    requests a batch above `size`, unless such batches are clipped.
     """
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and switch.mode != "clip"
@@ -352,8 +359,8 @@ def peak(programs: Programs, key: ProgramKey, sizes: tuple[int, ...]) -> Peak:
 
     # The state beside the program: the ensemble's fields that it does not take, and the frozen
     # weights, unless it computes losses.
-    ensemble = ensemble_spec(programs.spec, Layout(sizes))
-    taken = dict.fromkeys(_TAKES[key.kind])  # these fields are set to None
+    ensemble = ensemble_spec(programs.spec, Layout(sizes))  # shapes and shardings alone
+    taken = dict.fromkeys(_TAKES[key.kind])  # the fields that it takes; these are set to None
     beside = [ensemble.replace(**taken)]
     if key.kind in ("start", "outer", "flush"):
         beside.append(base_spec(programs.spec, key.layout))

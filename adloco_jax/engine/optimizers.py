@@ -44,6 +44,7 @@ def parameter_labels(
     Raises ConfigError if `label_params` raises an error or returns another tree than that of
     `params`, if a label is none of those known, or if the parameter has too few axes for it.
     """
+    # A function that uses labels has a parameter of this name.
     used_inside = takes(INNER_OPTIMIZERS[inner.tx], "label_params")
     if inner.tx == "adamw" and inner.decay != "matrices":
         used_inside = False
@@ -82,9 +83,9 @@ def inner_transform(
 ) -> optax.GradientTransformation:
     """Make the workers' optimizer with learning rate 1, after the clipping of gradients.
 
-    It is `tx`, or if that is None the one that the settings name. A round multiplies each update by
-    the learning rate, which may change with every update. Raises ConfigError if the function that
-    the settings name raises an error.
+    It is `tx`, or if that is None the one that the settings name, which is given `label_params`. A
+    round multiplies each update by the learning rate, which may change with every update. Raises
+    ConfigError if the function that the settings name raises an error.
     """
     # The state has one structure with and without clipping, so a resumed run may switch it.
     if inner.clip_norm is None:

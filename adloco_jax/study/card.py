@@ -43,7 +43,7 @@ def write(
         events = [e for e in events if e.get("round", e.get("rounds", 0)) <= round]
     run = curves.RunRecord(workdir, events)
     config = run.start["config"]
-    own = run.start.get("own", [])  # what the caller of `fit` gave
+    own = run.start.get("own", [])  # what the caller of `fit` gave; a command's run has none
     totals = dict(summary.totals_as_text(summary.totals(events, trainer=trainer)))  # by name
 
     # What the hub reads: lines at the top of the file, without those that are not known.
@@ -54,7 +54,7 @@ def write(
         metadata["library_name"] = "peft"
     if task:
         metadata["pipeline_tag"] = task
-    init_from = config["model"]["init_from"]
+    init_from = config["model"]["init_from"]  # a checkpoint; empty: random weights
     base = _on_hub(init_from)
     if base:
         metadata["base_model"] = base
@@ -88,7 +88,7 @@ def write(
         "command": " ".join(run.start["command"].split()),  # on one line
     }
 
-    version = run.start.get("versions", {}).get("adloco_jax", "")
+    version = run.start.get("versions", {}).get("adloco_jax", "")  # empty: not recorded
     trained_with = f"Trained with adloco_jax {version}".rstrip()
     lines = [
         "---",

@@ -228,6 +228,7 @@ def _num_rounds(run: RunRecord) -> int:
 def _state_in_words(run: RunRecord) -> str:
     """Say why a run ended, or that it is unfinished, and how often it was resumed."""
     newest = curves.lines(run.events, "start", "end")[-1]
+    # An `end` line says why; a `start` line, which has no reason, is the last of an unfinished run.
     state = newest.get("reason", "unfinished")
     starts = len(curves.lines(run.events, "start"))
     if starts > 1:
@@ -238,8 +239,9 @@ def _state_in_words(run: RunRecord) -> str:
 def _totals_with_gathering(run: RunRecord) -> dict:
     """Return the totals of a run, in which averaging trainers for the consensus is counted.
 
-    A consensus that is an average needs all trainers' parameters in one place. The last evaluation
-    did that, so its cost is added.
+    They are those of `summary.totals`, by name; None stands for one that is not known. A consensus
+    that is an average needs all trainers' parameters in one place. The last evaluation did that, so
+    its cost is added.
     """
     found = summary.totals(run.events)
     found["syncs_total"] += found["consensus_syncs"]
@@ -292,6 +294,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     """
     parts = {"Batches, their test, and training": run_figures.rounds(run)}
 
+    # Only a line of the consensus may have a sample.
     samples = [e for e in curves.lines(run.events, "eval") if e.get("sample")]
     if samples:
         # A sample has the beginning of a text, and what the model wrote after it.
@@ -329,7 +332,8 @@ def _merge_row(e: dict) -> dict[str, str]:
     """Return the cells of a merge or of a refused one, from its line of the ledger.
 
     A merge is refused if it would raise the loss too much; "barrier" is by how much the loss of the
-    merged model is above its members' losses, averaged by their weights.
+    merged model is above its members' losses, averaged by their weights. A loss or a barrier is
+    None if it was not finite.
     """
     into = str(e["into"])
     if e["event"] == "refusal":

@@ -80,7 +80,10 @@ def _batch(e: dict) -> int:
 
 
 def _workers(e: dict) -> int:
-    """Return the number of workers whose round counted; without learners, of all."""
+    """Return the number of workers whose round counted; without learners, of all.
+
+    `e` is a `round` line, which has `workers_counted` only in a run with learners.
+    """
     return e.get("workers_counted", e["workers"])
 
 
@@ -214,7 +217,7 @@ def rounds(run: RunRecord) -> str:
             for trainer, events in by_trainer.items():
                 values = []  # of the field, a value for each round
                 for e in events:
-                    value = e.get(name)
+                    value = e.get(name)  # None: not measured, not finite, or not in the line
                     if name == "effective":  # no field: the batch that the updates used
                         value = _sequences(e)
                     if value is None or value <= 0:  # what a logarithmic axis cannot show

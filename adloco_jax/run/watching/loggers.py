@@ -43,8 +43,9 @@ def scalars(event: dict) -> dict[str, float]:
     else:
         who = f"trainer_{trainer}"
     named = {f"{name}/{who}": value for name, value in event.items() if name not in _PLACES}
-    if event.get("step_s"):
+    if event.get("step_s"):  # a `round` line, if its seconds were measured and are not zero
         named[f"tokens_per_s/{who}"] = event["tokens"] / event["step_s"]
+    # Of a `memory` line; None for a device that does not report its memory.
     for device, peak in enumerate(event.get("device_peak_bytes", ())):
         named[f"device_peak_bytes/{device}"] = peak
     # Left out are null (not finite, or not measured), texts and lists.

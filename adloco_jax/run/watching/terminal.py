@@ -263,7 +263,7 @@ def describe_growth(line: dict, decision: Decision, batching: BatchingSettings) 
 def describe_change(change: dict) -> str:
     """Describe a change, such as a merge, on one line; empty if it is not shown.
 
-    `change` has the fields of the change's line in the ledger.
+    `change` has the fields of the change's line in the ledger, of which each kind has its own.
     """
     template = _CHANGES.get(change["event"])
     if template is None:
