@@ -141,9 +141,10 @@ def train(options: argparse.Namespace, command: str) -> None:
 def plan(options: argparse.Namespace, command: str) -> None:
     """Print the plan of a run: its memory and communication, and a round's seconds over a link.
 
-    With `--device` the plan is for devices that are not here, and no rows are prepared. Raises
-    ConfigError if options or the config have faults, DataError if the data cannot be used, and
-    ResourceError if the run does not fit the devices.
+    `command`, the command line, is not used: only a run records it. With `--device` the plan is for
+    devices that are not here, and no rows are prepared. Raises ConfigError if options or the config
+    have faults, DataError if the data cannot be used, and ResourceError if the run does not fit the
+    devices.
     """
     if options.save is not None and not options.device:
         raise ConfigError("--save: saves a plan for devices; add --device KINDxN")

@@ -198,7 +198,7 @@ async def bind(key: bytes, *, relay: str, port: int = 0, port_v6: int = 0) -> An
     """
     import iroh
 
-    send_at_once()
+    send_at_once()  # sending is fast from then on, if iroh's package is the expected one
     builder = iroh.EndpointBuilder()
     builder.apply_minimal()  # nothing is published about this endpoint
     if relay == "off":

@@ -7,8 +7,8 @@ write and delete only in the place that it has taken. A place is a `RequestId` w
 connection that has not said the secret yet. A stream carries one request of a learner, a
 `Question`, and its `Answer`; each may be followed by the bytes of an object, its body. A driver's
 number is its generation. A driver's heartbeat is the object `driver/NUMBER.json`, which learners
-can only read; it lists all places, and says which are free. Within
-`direct.connection_errors` errors of a connection are raised as ConnectionError, an OSError.
+can only read; it lists all places, and says which are free. Within `direct.connection_errors`
+errors of a connection are raised as ConnectionError, an OSError.
 """
 
 import asyncio
@@ -83,7 +83,8 @@ def _place_of(name: str) -> tuple[RequestId, str] | None:
     if part == "learners":
         usual = place.heartbeat_name()
     else:
-        usual = place.of(int(match["request"] or 0)).name(part)  # the number of the request
+        # The number of the request. A name that has none is not the usual one of 0 either.
+        usual = place.of(int(match["request"] or 0)).name(part)
     if name != usual:
         return None
     return place, part
@@ -400,6 +401,7 @@ class Server:
         # A free place is taken by its heartbeat.
         owner = self._owners.get(place)  # None: no learner has taken it from this driver
         if do == "create" and part == "learners":
+            # An owner that has deleted its heartbeat has left the place.
             is_taken = owner is not None and self._objects.get(name) is not None
             if is_taken or not self._is_free(place):
                 raise _Turned("there")

@@ -408,9 +408,10 @@ def calls_of(
     """
     size = group.plan.micro_batch_size
     key = group.steps_key()
-    tokens_at = placement(spec, key.layout).tokens_TRBL(size)
-    flag_T = update_flags(group.plan)
+    tokens_at = placement(spec, key.layout).tokens_TRBL(size)  # the sharding of a call's rows
+    flag_T = update_flags(group.plan)  # of the whole round: True where an update ends
     calls = []
+    # Workers of a device that run in turn have calls of their own, those of one turn first.
     for workers, position in _positions(group, num_sequential(spec, key.layout)):
         for first in range(0, group.plan.num_micro_batches, spec.num_micro_batches):
             part = slice(first, first + spec.num_micro_batches)  # the micro-batches of this call

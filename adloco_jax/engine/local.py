@@ -240,7 +240,7 @@ class LocalEngine:
         """
         params_M = state.ensemble.params_M
         trainers = test.group.trainers
-        if len(trainers) < state.ensemble.num_trainers:
+        if len(trainers) < state.ensemble.num_trainers:  # take those of the group alone
             params_M = _at_positions(params_M, state.control.positions(trainers))
         return measure(self.programs, params_M, test)
 
@@ -286,7 +286,8 @@ class LocalEngine:
         round would take more than `LAST_S` seconds.
         """
         self._losses.append(loss_TR)
-        # Any number of short calls may be queued (`inf`), so that devices need not wait.
+        # `_report` waits until at most so many calls have not ended. Any number of short ones may
+        # be queued (`inf`), so that devices need not wait.
         self._report(1 if self._call_s > LONG_S else math.inf)
         if self._is_stopped() and self.left_s > LAST_S:
             raise Stopped(self._begun)
@@ -509,12 +510,14 @@ def by_trainer(stats_rows: Sequence[StatsRows], measured: Sequence[GradientStats
 def _outcomes(measured: Sequence[Measured]) -> dict[int, Outcome]:
     """Wait for what a round's groups measured; return the outcome of each trainer, by id.
 
-    Ids ascend.
+    An outcome has the losses and skipped updates [S, W] of the trainer's workers, and the norm of
+    its pseudo-gradient. Ids ascend.
     """
     outcomes = {}
     for group, calls, norms in measured:
         loss_SR, skipped_SR = by_update(group, calls)
-        # The norm of all fragments joined; in float64, so that one fragment keeps its float32 norm.
+        # `norms` has one array [M] for each fragment. Taken together they give the norm of all
+        # fragments joined; in float64, so that one fragment keeps its float32 norm.
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
         for (m, workers), norm in zip(_workers_of(group), norm_M, strict=True):
             outcomes[m] = Outcome(loss_SR[:, workers], skipped_SR[:, workers], norm)

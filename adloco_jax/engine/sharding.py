@@ -137,11 +137,13 @@ class Placement:
     def ensemble(self, shapes: Ensemble) -> Ensemble:
         """Shardings of all arrays of an ensemble (trainers and workers) between two rounds.
 
-        What belongs to a worker is on the worker's devices (`by_worker`). A trainer's parameters,
-        and their averages (`average_M`), are on the devices of each of its workers (`by_trainer`).
+        `shapes` is an ensemble with shapes in place of arrays; a field that is None stays so. What
+        belongs to a worker is on the worker's devices (`by_worker`). A trainer's parameters, and
+        their averages (`average_M`), are on the devices of each of its workers (`by_trainer`).
         Outer states, which only the outer update reads, are divided over all these devices
         (`sharded`).
         """
+        # What is not named here, the number of the round, is on every device.
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
             # Only the outer update reads it, so no device needs a whole copy.

@@ -428,6 +428,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     content = _read_config(path)
     needs: dict[str, str] = {}  # from each faulty key to what it must say
 
+    # Keys that are neither read below nor harmless must say what a plain adapter says, or nothing.
     for key in sorted(content.keys() - _READ - _HARMLESS):
         plain = _PLAIN.get(key, [])  # what the key may say besides nothing
         if content[key] not in [None, False, [], {}, "", *plain]:

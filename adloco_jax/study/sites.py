@@ -45,8 +45,8 @@ def site_lines(
 ) -> list[str]:
     """Describe a round at sites with equal links, and say which method reaches a loss first.
 
-    The methods are those of `FRONT`, and the loss the one until which they were measured. For a
-    model far larger than the measured one no method is named.
+    The methods are those of `FRONT`, and the loss the one until which they were measured, 1.60 nats
+    per byte. For a model far larger than the measured one no method is named.
 
     Args:
       settings: The run's settings.

@@ -278,7 +278,7 @@ def _read_ensemble(path: Path, settings: Settings, spec: ProgramSpec) -> tuple[E
       settings: The run's settings; with `outer.average` there are averages.
       spec: What the run's programs share, which gives shapes and dtypes.
     """
-    data = checkpoint.read_host(path).get("control")
+    data = checkpoint.read_host(path).get("control")  # None, if it is missing, is refused below
     control = read_control(path, data, settings.ensemble)
     name = "params_M"
     if settings.outer.average:

@@ -190,7 +190,7 @@ class Recorder:
     def write_end(self, control: Control, reason: str) -> None:
         """Write a line on memory, and the `end` line.
 
-        Its `reason` is "finished", "preempted" or "diverged".
+        Its `reason` is "finished", "preempted" or "diverged". `control` has what the run has spent.
         """
         self.write_memory(control)
         line: dict[str, Any] = {"reason": reason, "rounds": control.round, **_totals(control)}
