@@ -113,17 +113,24 @@ def test_pieces_in_a_bucket_that_another_run_has_signed_are_written_anew(served,
     files.CachedFile(there, about, tmp_path / "cache").read()
 
 
-def test_a_row_of_several_pieces_comes_whole(monkeypatch, tmp_path):
+def serve_rows(monkeypatch, tmp_path, path, **data):
+    """A driver's rows, its files, the objects that serve them, and the rows of a learner."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "driver"))
-    monkeypatch.setattr(files, "FILE_PIECE_BYTES", 128)  # room for the array's header
-    path = write_documents(tmp_path, numbered_documents(2000))
-    settings = data_settings(path=str(path), source="jsonl", sequence_length=255)
+    settings = data_settings(path=str(path), source="jsonl", **data)
     corpus = load_corpus(settings, note=lambda line: None)
-    library, there = files.Library(files.files_of(corpus, "")), RunObjects(tmp_path)
+    there = Counted(tmp_path)
+    library = files.Library(files.files_of(corpus, ""))
     there.offer(library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "learner"))
     keeper = store.Store(there, Unneeded())
     rows = files.ServedRows(keeper, library.files, settings, num_classes=None)
+    return corpus, library, there, rows
+
+
+def test_a_row_of_several_pieces_comes_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "FILE_PIECE_BYTES", 128)  # room for the array's header
+    path = write_documents(tmp_path, numbered_documents(2000))
+    corpus, *_, rows = serve_rows(monkeypatch, tmp_path, path, sequence_length=255)
     np.testing.assert_array_equal(rows.batch(0, 0, 5, 2), corpus.batch(0, 0, 5, 2))
 
 
@@ -131,7 +138,6 @@ def test_a_row_of_several_pieces_comes_whole(monkeypatch, tmp_path):
 def test_served_rows_are_those_of_the_driver_and_only_what_is_read_is_sent(
     monkeypatch, tmp_path, kind
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "driver"))
     monkeypatch.setattr(files, "FILE_PIECE_BYTES", 1024)
     data = {"attention": "document"} if kind == "documents" else {}
     path = write_documents(tmp_path, numbered_documents(2000))
@@ -140,14 +146,8 @@ def test_served_rows_are_those_of_the_driver_and_only_what_is_read_is_sent(
         chat = '{"prompt": "%d?", "completion": "%d"}\n'
         path.write_text("".join(chat % (n, n) for n in range(2000)))
         data = {"text_column": "prompt+completion"}
-    settings = data_settings(path=str(path), source="jsonl", sequence_length=15, **data)
-    corpus = load_corpus(settings, note=lambda line: None)
-    there = Counted(tmp_path)
-    library = files.Library(files.files_of(corpus, ""))
-    there.offer(library)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "learner"))
-    keeper = store.Store(there, Unneeded())
-    rows = files.ServedRows(keeper, library.files, settings, num_classes=None)
+    data["sequence_length"] = 15
+    corpus, library, there, rows = serve_rows(monkeypatch, tmp_path, path, **data)
     assert rows.fingerprint == corpus.fingerprint and len(rows.rows) == len(corpus.rows)
     before = len(there.read)
     for start in (0, 40):

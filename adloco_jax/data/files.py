@@ -464,15 +464,13 @@ def _copied(
       DataError: If there is no file, or a copy does not have the size that the server states.
       hub.Unreachable: If the server does not answer.
     """
-    found: Any = find(address, key=key)  # each a `RemoteFile`, by its name
-    # In a pattern * also stands for /, so files of folders in the folder are left out first.
-    remote_files = {name: file for name, file in found.items() if "/" not in name}
+    remote_files: Any = find(address, key=key)  # each a `RemoteFile`, by its name
     # The first glob of `one_of` that any name matches.
     best = hub.first_match(list(remote_files), one_of, f"{key}={address}", hint)
     names: set[str] = set()
     for pattern in (*wanted, best):
         names.update(fnmatch.filter(remote_files, pattern))
-    files = {name: remote_files[name] for name in sorted(names)}
+    files = {name: remote_files[name] for name in sorted(names) if "/" not in name}
 
     # The name of the copies' folder is a hash of addresses, sizes and versions, of which half the
     # digits suffice.

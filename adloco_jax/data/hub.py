@@ -126,8 +126,6 @@ def download(
             api = huggingface_hub.HfApi()
             info = api.model_info(name, revision=revision, timeout=FIRST_ANSWER_S)
             names = [file.rfilename for file in info.siblings or ()]
-            # In a pattern * also stands for /, but files of folders in the repository do not serve.
-            names = [name for name in names if "/" not in name]
             pattern = first_match(names, one_of, where, hint)
             folder = get(pattern)
     for file in sorted(folder.rglob("*")):
@@ -156,10 +154,13 @@ def _has_all_shards(folder: Path) -> bool:
 def first_match(names: Sequence[str], one_of: Sequence[str], where: str, hint: str) -> str:
     """Return the first glob of `one_of` that any name matches.
 
-    Raises ConfigError, with the advice `hint`, if none does.
+    Names with a slash, of files in other folders, do not count. Raises ConfigError, with the advice
+    `hint`, if none matches.
     """
+    # A * also stands for a slash.
+    in_folder = [name for name in names if "/" not in name]
     for pattern in one_of:
-        if fnmatch.filter(names, pattern):
+        if fnmatch.filter(in_folder, pattern):
             return pattern
     message = f"{where}: it has no file {' or '.join(one_of)}"
     if hint:

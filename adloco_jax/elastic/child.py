@@ -112,7 +112,7 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
     """
     process = subprocess.Popen(
         _COMMAND,
-        env=_environment(),
+        env=os.environ | {"PYTHONPATH": processes.import_path()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -127,12 +127,6 @@ def _start(first_line: str) -> "subprocess.Popen[str]":
         process.stdin.write(first_line + "\n")
         process.stdin.flush()
     return process
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of a child: it imports from the same folders as this process."""
-    # An empty entry stands for the working directory, which is left out as `-P` says.
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def end_with_parent() -> None:
@@ -159,8 +153,9 @@ def as_own_learner_fits(settings: Settings) -> Settings:
     """
     asked = {"settings": settings.model_dump(), "configs": [str(path) for path in executed]}
     first_line = json.dumps(asked) + "\n"
+    environment = os.environ | {"PYTHONPATH": processes.import_path()}
     done = subprocess.run(
-        _LOOK, env=_environment(), input=first_line, stdout=subprocess.PIPE, text=True
+        _LOOK, env=environment, input=first_line, stdout=subprocess.PIPE, text=True
     )
     lines = done.stdout.splitlines()
     last = lines[-1] if lines else ""  # JSON with the two values, or the error in words

@@ -25,6 +25,7 @@ from adloco_jax.data.sources import DATA_SOURCES
 from adloco_jax.elastic.learner import Learner, LearnerSetup, Reply
 from adloco_jax.elastic.messages import Refused, array_bytes, said
 from adloco_jax.errors import ConfigError, ResourceError, check_installed, reason
+from adloco_jax.host import processes
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 
@@ -164,8 +165,7 @@ def _start(num_learners: int, folder: str) -> None:
     import ray
 
     # The environment for the start only; `before` is what it replaces.
-    import_folders = [path for path in sys.path if path]  # an empty one is the working directory
-    for_start = {"RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(import_folders)}
+    for_start = {"RAY_TMPDIR": folder, "PYTHONPATH": processes.import_path()}
     before = {name: os.environ[name] for name in for_start if name in os.environ}
     os.environ.update(for_start)
     try:

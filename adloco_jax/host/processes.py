@@ -229,6 +229,12 @@ def _public_class(error: Exception) -> str:
     return ""
 
 
+def import_path() -> str:
+    """Return a `PYTHONPATH` with which a child imports from the same folders as this process."""
+    # An empty entry stands for the working directory, in which a folder may have a package's name.
+    return os.pathsep.join(path for path in sys.path if path)
+
+
 def start_thread(act: Callable[[], object], *, name: str) -> threading.Thread:
     """Start a thread that calls `act`; if that raises an error, the process says so and ends.
 
